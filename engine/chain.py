@@ -1,0 +1,74 @@
+"""Layers and a number of samples -> the compute ops of one pass through them, layer by layer or as one stage.
+
+Shared by the plans of all modes, so that the same layer costs the same wherever it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.plan import Op
+from engine.shapes import FP32, Layer
+from engine.spec import Spec
+
+# Copies of the parameters that an optimizer keeps: plain SGD none, AdamW two moments (Kingma & Ba 2015).
+OPTIMIZER_COPIES = {"sgd": 0, "adamw": 2}
+
+
+def forward(layers: Sequence[Layer], samples: int, *, stage: int = 0, microbatch: int = 0) -> list[Op]:
+    return [
+        Op(
+            kind="forward",
+            stage=stage,
+            microbatch=microbatch,
+            part=layer.name,
+            flops=layer.flops * samples,
+            bytes=layer.param_bytes + samples * (layer.saved + layer.output_bytes),
+            saved=layer.saved * samples,
+        )
+        for layer in layers
+    ]
+
+
+def backward(layers: Sequence[Layer], samples: int, *, stage: int = 0, microbatch: int = 0) -> list[Op]:
+    """From the last layer to the first: twice the FLOPs, reads what was saved, writes the parameters' gradients."""
+    return [
+        Op(
+            kind="backward",
+            stage=stage,
+            microbatch=microbatch,
+            part=layer.name,
+            flops=2 * layer.flops * samples,
+            bytes=2 * layer.param_bytes + 2 * samples * (layer.saved + layer.output_bytes),
+        )
+        for layer in reversed(layers)
+    ]
+
+
+def whole_stage(ops: Sequence[Op]) -> Op:
+    """The ops of one pass through a stage's layers, as one op."""
+    return Op(
+        kind=ops[0].kind,
+        stage=ops[0].stage,
+        microbatch=ops[0].microbatch,
+        flops=sum(op.flops for op in ops),
+        bytes=sum(op.bytes for op in ops),
+        saved=sum(op.saved for op in ops),
+    )
+
+
+def load(sample_bytes: int, samples: int) -> Op:
+    return Op(kind="load", payload="batch", bytes=sample_bytes * samples)
+
+
+def optimizer(layers: Sequence[Layer], spec: Spec) -> Op:
+    """Reads parameters and gradients, writes parameters; and reads and writes each copy that the optimizer keeps."""
+    size = sum(layer.param_bytes for layer in layers)
+    copies = OPTIMIZER_COPIES[spec.optimizer]
+    return Op(kind="optimizer", bytes=size * (3 + 2 * copies), flops=size // FP32 * (2 + 8 * (copies > 0)))
+
+
+def standing_memory(layers: Sequence[Layer], spec: Spec) -> dict[str, int]:
+    """Bytes by category that a device keeps for the layers it holds, the whole step long."""
+    size = sum(layer.param_bytes for layer in layers)
+    return {"parameters": size, "gradients": size, "optimizer": size * OPTIMIZER_COPIES[spec.optimizer]}

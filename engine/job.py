@@ -1,0 +1,170 @@
+"""A Spec -> a Job: every default filled in, every rule that joins settings checked, the model's layers known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from engine import datasets
+from engine.shapes import Layer, balance, model_layers
+from engine.spec import FAULTS, MAX_REAL_DEVICES, Spec, SpecError, parse_fault
+
+# Settings that a model has, with their defaults; all others do not apply to it.
+MODEL_DEFAULTS = {
+    "cnn": {},
+    "mlp": {"layers": 2, "hidden": 256},
+    "gpt": {"layers": 4, "hidden": 128, "heads": 4, "context": 64},
+}
+MODEL_DATASETS = {"cnn": ("digits", "synthetic"), "mlp": ("digits", "synthetic"), "gpt": ("text", "synthetic")}
+MODE_SETTINGS = {
+    "single": {},
+    "data_parallel": {},
+    "ddp": {"bucket_mb": 25.0},
+    "layer_split": {"split": None},
+    "pipeline": {"microbatches": None, "schedule": "1f1b", "split": None},
+}
+DATA_MODES = ("data_parallel", "ddp")  # split the batch over devices
+STAGE_MODES = ("layer_split", "pipeline")  # split the layers over devices
+DEFAULT_STEPS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A spec that can be planned: `spec` has every setting that applies filled in."""
+
+    spec: Spec
+    layers: tuple[Layer, ...]
+    sample_bytes: int  # of one sample's input and target
+    num_train: int
+    num_validation: int
+    steps: int
+    batches_per_epoch: int
+
+    @property
+    def local_batch(self) -> int:
+        """Samples that one device sees in a step."""
+        return self.spec.global_batch // (self.spec.devices if self.spec.mode in DATA_MODES else 1)
+
+    @property
+    def stages(self) -> list[tuple[Layer, ...]]:
+        """The layers of each stage; one stage with everything where layers are not split."""
+        if self.spec.mode not in STAGE_MODES:
+            return [self.layers]
+        bounds = [0]
+        for size in self.spec.split:
+            bounds.append(bounds[-1] + size)
+        return [self.layers[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def applies(setting: str, mode: str, model: str) -> bool:
+    """Whether a setting means anything for this mode and model."""
+    if any(setting in settings for settings in MODEL_DEFAULTS.values()):
+        return setting in MODEL_DEFAULTS[model]
+    if any(setting in settings for settings in MODE_SETTINGS.values()):
+        return setting in MODE_SETTINGS[mode]
+    return True
+
+
+def prepare(spec: Spec) -> Job:
+    """Fill in and check. Raises SpecError with the rule that does not hold."""
+    _check_applies(spec)
+    defaults = {k: v for k, v in MODEL_DEFAULTS[spec.model].items() if getattr(spec, k) is None}
+    defaults |= {k: v for k, v in MODE_SETTINGS[spec.mode].items() if getattr(spec, k) is None and v is not None}
+    if spec.dataset is None:
+        defaults["dataset"] = MODEL_DATASETS[spec.model][0]
+    spec = spec.with_(**defaults)
+    if spec.dataset not in MODEL_DATASETS[spec.model]:
+        raise SpecError("dataset_of_model", "dataset", spec.dataset, suggest=MODEL_DATASETS[spec.model], model=spec.model)
+    if spec.data_dir is not None and spec.dataset != "digits":
+        raise SpecError("does_not_apply", "data_dir", spec.data_dir, to=f"the dataset {spec.dataset}")
+    if spec.heads is not None and spec.hidden % spec.heads:
+        good = nearest([d for d in range(1, spec.hidden + 1) if spec.hidden % d == 0], spec.heads)
+        raise SpecError("heads_divide", "heads", spec.heads, suggest=good, hidden=spec.hidden)
+    num_train, num_validation, vocabulary = _data_sizes(spec)
+    layers = model_layers(spec, vocabulary)
+    spec = _check_mode(spec, layers)
+    _check_batch(spec, num_train)
+    if spec.steps is not None and spec.epochs is not None:
+        raise SpecError("exclusive", "steps", spec.steps, other="epochs")
+    batches = num_train // spec.global_batch
+    steps = spec.epochs * batches if spec.epochs is not None else spec.steps or DEFAULT_STEPS
+    fault = parse_fault(spec.fault)
+    if fault and fault.rank >= spec.devices:
+        raise SpecError("bad_fault", "fault", spec.fault, kinds=", ".join(FAULTS))
+    sample_bytes = 2 * 8 * spec.context if spec.model == "gpt" else 4 * 28 * 28 + 8
+    return Job(spec, layers, sample_bytes, num_train, num_validation, steps, batches)
+
+
+def check_real(job: Job) -> None:
+    """Beyond `prepare`: can this machine run it at all?"""
+    if job.spec.devices > MAX_REAL_DEVICES:
+        raise SpecError("cannot_run_here", "devices", job.spec.devices, suggest=[MAX_REAL_DEVICES], high=MAX_REAL_DEVICES)
+
+
+def nearest(good: list[int], value: int, count: int = 3) -> list[int]:
+    """The values of `good` nearest to `value`, in rising order."""
+    return sorted(sorted(good, key=lambda g: (abs(g - value), g))[:count])
+
+
+def _check_applies(spec: Spec) -> None:
+    for settings, of in ((MODEL_DEFAULTS, spec.model), (MODE_SETTINGS, spec.mode)):
+        for name in {n for s in settings.values() for n in s} - settings[of].keys():
+            if getattr(spec, name) is not None:
+                word = "model" if settings is MODEL_DEFAULTS else "mode"
+                raise SpecError("does_not_apply", name, getattr(spec, name), to=f"the {word} {of}")
+
+
+def _data_sizes(spec: Spec) -> tuple[int, int, int]:
+    """(training samples, validation samples, classes or distinct tokens)"""
+    try:
+        train, validation = datasets.sizes(spec.dataset, data_dir=spec.data_dir, context=spec.context)
+    except datasets.DatasetError as error:
+        raise SpecError("no_data", "data_dir", str(error)) from None
+    return train, validation, datasets.vocabulary_size(spec.dataset) if spec.model == "gpt" else 10
+
+
+def _check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
+    if spec.mode == "single" and spec.devices != 1:
+        raise SpecError("devices_of_mode", "devices", spec.devices, suggest=[1], mode="single", wanted="exactly 1 device")
+    if spec.mode not in STAGE_MODES:
+        return spec
+    if spec.devices > len(layers):
+        raise SpecError("too_many_stages", "devices", spec.devices, suggest=[len(layers)], model=spec.model, layers=len(layers))
+    balanced = balance([float(layer.flops) for layer in layers], spec.devices)
+    if spec.split is None:
+        spec = spec.with_(split=balanced)
+    elif len(spec.split) != spec.devices or sum(spec.split) != len(layers) or min(spec.split) < 1:
+        text = ",".join(map(str, balanced))
+        raise SpecError("split_sum", "split", spec.split, suggest=[text], devices=spec.devices, layers=len(layers))
+    if spec.mode == "pipeline":
+        spec = _check_microbatches(spec)
+    return spec
+
+
+def _check_microbatches(spec: Spec) -> Spec:
+    batch, stages = spec.global_batch, spec.devices
+    divisors = [d for d in range(1, batch + 1) if batch % d == 0]
+    enough = [d for d in divisors if d >= stages or spec.schedule == "gpipe"]
+    if spec.microbatches is None:
+        roomy = [d for d in enough if d >= 2 * stages]
+        spec = spec.with_(microbatches=(roomy or enough or [batch])[0 if roomy else -1])
+    count = spec.microbatches
+    if batch % count:
+        raise SpecError("batch_by_microbatches", "microbatches", count, suggest=nearest(enough or divisors, count), batch=batch)
+    if spec.schedule == "1f1b" and count < stages:
+        good = nearest(enough, count)
+        raise SpecError("too_few_microbatches", "microbatches", count, suggest=good, schedule="1f1b", stages=stages)
+    return spec
+
+
+def _check_batch(spec: Spec, num_train: int) -> None:
+    if spec.global_batch > num_train:
+        step = math.lcm(spec.devices if spec.mode in DATA_MODES else 1, spec.microbatches or 1)
+        good = [num_train // step * step] if num_train >= step else []
+        raise SpecError(
+            "batch_too_large", "global_batch", spec.global_batch, suggest=good, samples=num_train, dataset=spec.dataset
+        )
+    if spec.mode in DATA_MODES and spec.global_batch % spec.devices:
+        below = spec.global_batch // spec.devices * spec.devices
+        good = [b for b in (below, below + spec.devices) if 0 < b <= num_train]
+        raise SpecError("batch_by_devices", "global_batch", spec.global_batch, suggest=good, devices=spec.devices)

@@ -1,0 +1,45 @@
+"""A mode's name -> its lesson, its plan and its run. Adding a parallelism is one folder here and one line in MODES.
+
+Each folder has the same three files: `__init__.py` (the lesson), `plan.py` (what it will do, without torch) and
+`run.py` (how PyTorch does it; the only one that imports torch).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.job import Job
+    from engine.plan import Plan
+
+MODES = ("single", "data_parallel", "ddp", "layer_split", "pipeline")
+
+FIRST_STEADY_STEP = 2  # what a mode does differently at first (DDP finds its buckets), it has done by then
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What a learner reads: the idea, the steps in order, when to use it, and where it ends."""
+
+    title: str
+    idea: str
+    steps: tuple[str, ...]
+    use: str
+    limits: str
+
+
+def lesson(mode: str) -> Lesson:
+    return import_module(f"engine.modes.{mode}").LESSON
+
+
+def plan(job: Job, step: int = FIRST_STEADY_STEP) -> Plan:
+    """What every rank does in optimizer step `step` (from 0)."""
+    return import_module(f"engine.modes.{job.spec.mode}.plan").plan(job, min(step, FIRST_STEADY_STEP))
+
+
+def run(mode: str) -> ModuleType:
+    """The mode's `run` module; imports torch."""
+    return import_module(f"engine.modes.{mode}.run")

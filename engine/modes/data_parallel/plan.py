@@ -1,0 +1,48 @@
+"""A job under nn.DataParallel -> its plan: scatter, replicate, parallel apply, gather; then gradients back to device 0."""
+
+from engine import chain
+from engine.job import Job
+from engine.plan import Mesh, Op, Plan, Program
+
+
+def plan(job: Job, step: int) -> Plan:
+    devices = job.spec.devices
+    first = Program(_ops(job, master=True), tuple(range(len(job.layers))), chain.standing_memory(job.layers, job.spec))
+    weights = sum(layer.param_bytes for layer in job.layers)
+    replica = Program(_ops(job, master=False), tuple(range(len(job.layers))), {"parameters": weights, "gradients": weights})
+    programs = (first, replica) if devices > 1 else (first,)
+    roles = (0,) + (1,) * (devices - 1)
+    return Plan(Mesh(("dp",), (devices,)), programs, roles, tuple(layer.name for layer in job.layers))
+
+
+def _ops(job: Job, *, master: bool) -> tuple[Op, ...]:
+    """Collectives are rooted at device 0 and carry the whole tensor's bytes: `scatter` the batch, `gather` the outputs."""
+    inputs = (job.sample_bytes - _target_bytes(job)) * job.spec.global_batch
+    outputs = job.layers[-1].output_bytes * job.spec.global_batch
+    weights = sum(layer.param_bytes for layer in job.layers)
+    ops = [chain.load(job.sample_bytes, job.spec.global_batch)] if master else []
+    if job.spec.devices > 1:
+        ops += [_move("scatter", "inputs", "batch", inputs), _move("broadcast", "replicate", "weights", weights)]
+    ops += chain.forward(job.layers, job.local_batch)
+    if job.spec.devices > 1:
+        ops.append(_move("gather", "outputs", "activation", outputs))
+    if master:
+        ops.append(Op(kind="forward", stage=0, microbatch=0, part="loss", bytes=outputs))
+    if job.spec.devices > 1:
+        ops.append(_move("scatter", "output gradients", "gradient", outputs))
+    ops += chain.backward(job.layers, job.local_batch)
+    if job.spec.devices > 1:
+        ops.append(_move("reduce", "gradients", "gradient", weights))
+    if master:
+        ops.append(chain.optimizer(job.layers, job.spec))
+    return tuple(ops)
+
+
+def _target_bytes(job: Job) -> int:
+    return 8 * (job.spec.context or 1)
+
+
+def _move(kind: str, part: str, payload: str, size: int) -> Op:
+    return Op(kind=kind, part=part, payload=payload, axis="dp", bytes=size)
+
+

@@ -1,0 +1,42 @@
+"""A job under DistributedDataParallel -> its plan: gradient buckets, each all-reduced once its last gradient is there.
+
+DDP's rule (torch/csrc/distributed/c10d/reducer.cpp): in step 0 all gradients share one bucket, since their order is
+not known yet. In step 1 the buckets are rebuilt in the order in which gradients arrived, and rank 0's order is
+broadcast. A bucket is closed by the gradient that makes it reach its size limit.
+"""
+
+from engine import chain
+from engine.job import Job
+from engine.modes.ddp.buckets import buckets
+from engine.plan import Mesh, Op, Plan, Program
+
+INT32 = 4  # bytes
+
+
+def plan(job: Job, step: int) -> Plan:
+    limit_mb = job.spec.bucket_mb if step > 0 else None
+    whole = buckets(job.layers, limit_mb)
+    ops = [chain.load(job.sample_bytes, job.local_batch)]
+    if step == 1:
+        num_params = sum(len(layer.params) for layer in job.layers)
+        ops += [_control("bucket order", INT32 * (num_params + 1)), _control("bucket sizes", INT32 * len(whole))]
+    ops += chain.forward(job.layers, job.local_batch)
+    for op in chain.backward(job.layers, job.local_batch):
+        ops.append(op)
+        ops += [_all_reduce(i, b.bytes) for i, b in enumerate(whole) if b.last_layer == op.part]
+    ops.append(chain.optimizer(job.layers, job.spec))
+    memory = chain.standing_memory(job.layers, job.spec)
+    memory["buckets"] = sum(b.bytes for b in whole)
+    program = Program(tuple(ops), tuple(range(len(job.layers))), memory)
+    ranks = job.spec.devices
+    return Plan(Mesh(("dp",), (ranks,)), (program,), (0,) * ranks, tuple(layer.name for layer in job.layers))
+
+
+def _all_reduce(bucket: int, size: int) -> Op:
+    return Op(kind="all_reduce", part=f"bucket{bucket}", payload="gradient", axis="dp", asynchronous=True, bytes=size)
+
+
+def _control(part: str, size: int) -> Op:
+    return Op(kind="broadcast", part=part, payload="control", axis="dp", bytes=size)
+
+

@@ -1,0 +1,126 @@
+"""What every rank will do, in order: ops in programs, one program a role, and roles laid on a mesh of ranks.
+
+Dependencies are not stored. They follow from program order and from matching the two ends of a message, or the
+members of a collective (`engine.matching`). A plan has a text form that round-trips (`engine.notation`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+COMPUTE = ("load", "forward", "backward", "backward_input", "backward_weight", "recompute", "optimizer", "copy")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "gather", "reduce")
+MESSAGES = ("send", "recv")
+KINDS = COMPUTE + COLLECTIVES + MESSAGES
+PAYLOADS = ("batch", "activation", "gradient", "weights", "tokens", "control")
+AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """One thing that a rank does.
+
+    `bytes` is the size of a message or of a collective's tensor on this rank, as torch's call is given it; for a
+    compute op it is the memory traffic. `saved` bytes of activations appear with a forward op and go with its
+    backward op. `peer` is the other end's coordinate on `axis`, not its rank: so ranks that do the same share a
+    program. An `asynchronous` op (torch.distributed's async_op=True, and every send) is not waited for by the next
+    compute op, but by the next one of the same part, and at the latest by the next optimizer op.
+    """
+
+    kind: str
+    stage: int | None = None
+    microbatch: int | None = None
+    part: str = ""  # a layer, a bucket, a parameter group
+    payload: str = ""  # what moves: one of PAYLOADS
+    axis: str = ""
+    peer: int | None = None
+    asynchronous: bool = False
+    bytes: int = 0
+    flops: int = 0
+    saved: int = 0
+
+    @property
+    def key(self) -> tuple:
+        """What this op is, apart from rank, step and occurrence."""
+        return (self.kind, self.stage, self.microbatch, self.part)
+
+    @property
+    def is_compute(self) -> bool:
+        return self.kind in COMPUTE
+
+
+def lane_of(op: Op, coordinate: int) -> str:
+    """The queue that an op occupies on its rank: compute, a mesh axis, or one direction of a link.
+
+    A link is one lane a direction: with a single communication lane 1F1B would deadlock, since an activation going
+    down meets a gradient coming up.
+    """
+    if op.kind in COMPUTE:
+        return "compute"
+    if op.kind in MESSAGES:
+        source, target = (coordinate, op.peer) if op.kind == "send" else (op.peer, coordinate)
+        return f"{op.axis}:{source}>{target}"
+    return op.axis
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Ranks as a grid, like torch's DeviceMesh: the last axis varies fastest."""
+
+    axes: tuple[str, ...] = ()
+    degrees: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.degrees)
+
+    def degree(self, axis: str) -> int:
+        return self.degrees[self.axes.index(axis)] if axis in self.axes else 1
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        i = self.axes.index(axis)
+        return rank // math.prod(self.degrees[i + 1 :]) % self.degrees[i]
+
+    def peer(self, rank: int, axis: str, index: int) -> int:
+        """The rank that differs from `rank` only in `axis`, where its coordinate is `index`."""
+        stride = math.prod(self.degrees[self.axes.index(axis) + 1 :])
+        return rank + (index - self.coordinate(rank, axis)) * stride
+
+    def group(self, rank: int, axis: str) -> tuple[int, ...]:
+        return tuple(self.peer(rank, axis, i) for i in range(self.degree(axis)))
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The ops of one role, in order, and what a device in it holds."""
+
+    ops: tuple[Op, ...]
+    holds: tuple[int, ...] = ()  # indices of the model's layers that this role holds
+    memory: dict[str, int] = field(default_factory=dict)  # bytes by category that stay for the whole step
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step of training: programs, and which role (index of a program) each rank plays."""
+
+    mesh: Mesh
+    programs: tuple[Program, ...]
+    roles: tuple[int, ...]  # one a rank
+    layers: tuple[str, ...] = ()  # names of the model's layers, for the picture
+
+    @property
+    def world_size(self) -> int:
+        return len(self.roles)
+
+    def program(self, rank: int) -> Program:
+        return self.programs[self.roles[rank]]
+
+    def coordinate(self, rank: int, op: Op) -> int:
+        return self.mesh.coordinate(rank, op.axis) if op.axis in self.mesh.axes else 0
+
+    def lane(self, rank: int, op: Op) -> str:
+        return lane_of(op, self.coordinate(rank, op))
+
+    def peer_rank(self, rank: int, op: Op) -> int | None:
+        return None if op.peer is None else self.mesh.peer(rank, op.axis, op.peer)

@@ -1,0 +1,129 @@
+"""A model's name and sizes -> its layers: parameters, FLOPs and activation sizes, without torch.
+
+A model is a chain of layers, and a layer is the smallest piece that a device can hold, so a stage is a run of layers.
+`engine.real.models` builds the same chain as modules; a test holds the two equal parameter by parameter.
+FLOPs count a multiply-add as two and the forward pass only; a backward pass takes twice that (Kaplan et al. 2020,
+arXiv:2001.08361, section 2.1).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from engine.spec import Spec
+
+FP32 = 4  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One link of the chain. `output` and `saved` are for one sample (an image, or one sequence of tokens)."""
+
+    name: str
+    params: tuple[tuple[str, tuple[int, ...]], ...]  # in the order in which the module registers them
+    flops: int  # forward, one sample
+    output: tuple[int, ...]  # shape
+    saved: int  # bytes kept from the forward pass for the backward pass
+
+    @property
+    def param_bytes(self) -> int:
+        return FP32 * sum(math.prod(shape) for _, shape in self.params)
+
+    @property
+    def output_bytes(self) -> int:
+        return FP32 * math.prod(self.output)
+
+
+def model_layers(spec: Spec, vocabulary: int) -> tuple[Layer, ...]:
+    """The chain of `spec.model`, for a resolved spec. `vocabulary`: number of classes or of distinct tokens."""
+    if spec.model == "cnn":
+        return _cnn(vocabulary)
+    if spec.model == "mlp":
+        return _mlp(spec.layers, spec.hidden, vocabulary)
+    return _gpt(spec.layers, spec.hidden, spec.heads, spec.context, vocabulary)
+
+
+def _conv(name: str, inputs: int, outputs: int, side: int) -> Layer:
+    """A 5x5 convolution without padding, ReLU and a 2x2 max pool, on a side x side image."""
+    after = side - 4
+    pooled = after // 2
+    saved = FP32 * (inputs * side**2 + outputs * after**2) + 8 * outputs * pooled**2  # input, ReLU's output, pool indices
+    return Layer(
+        name,
+        (("weight", (outputs, inputs, 5, 5)), ("bias", (outputs,))),
+        2 * 25 * inputs * outputs * after**2,
+        (outputs, pooled, pooled),
+        saved,
+    )
+
+
+def _linear(name: str, inputs: int, outputs: int, *, relu: bool) -> Layer:
+    params = (("weight", (outputs, inputs)), ("bias", (outputs,)))
+    return Layer(name, params, 2 * inputs * outputs, (outputs,), FP32 * (inputs + outputs * relu))
+
+
+def _cnn(classes: int) -> tuple[Layer, ...]:
+    """LeNet's shape (LeCun et al. 1998) in the widths of the Caffe example: 20, 50, 500."""
+    return (
+        _conv("conv1", 1, 20, 28),
+        _conv("conv2", 20, 50, 12),
+        _linear("fc1", 800, 500, relu=True),
+        _linear("fc2", 500, classes, relu=False),
+    )
+
+
+def _mlp(layers: int, hidden: int, classes: int) -> tuple[Layer, ...]:
+    widths = [784] + [hidden] * layers
+    hidden_layers = [_linear(f"fc{i + 1}", a, b, relu=True) for i, (a, b) in enumerate(zip(widths, widths[1:], strict=False))]
+    return (*hidden_layers, _linear("out", hidden, classes, relu=False))
+
+
+def _gpt(layers: int, hidden: int, heads: int, context: int, vocabulary: int) -> tuple[Layer, ...]:
+    """A pre-norm decoder (Radford et al. 2019) with RMSNorm, no biases, learned positions, an untied head."""
+    h, c = hidden, context
+    embed = Layer("embed", (("token.weight", (vocabulary, h)), ("position.weight", (c, h))), 0, (c, h), 8 * c)
+    block_params = (
+        ("norm1.weight", (h,)),
+        ("qkv.weight", (3 * h, h)),
+        ("proj.weight", (h, h)),
+        ("norm2.weight", (h,)),
+        ("up.weight", (4 * h, h)),
+        ("down.weight", (h, 4 * h)),
+    )
+    matmuls = 2 * c * (3 * h * h + h * h + 8 * h * h)
+    attention = 2 * 2 * c * c * h  # scores and weighted sum, the full square
+    # Kept: two norms' inputs and outputs, q k v, attention's output, up's output and GELU's, log-sum-exp a head.
+    saved = FP32 * c * (4 * h + 3 * h + h + 8 * h + heads)
+    blocks = tuple(Layer(f"block{i + 1}", block_params, matmuls + attention, (c, h), saved) for i in range(layers))
+    head_params = (("norm.weight", (h,)), ("linear.weight", (vocabulary, h)))
+    head = Layer("head", head_params, 2 * c * h * vocabulary, (c, vocabulary), FP32 * c * 2 * h)
+    return (embed, *blocks, head)
+
+
+def balance(costs: list[float], parts: int) -> tuple[int, ...]:
+    """How many consecutive items each of `parts` parts gets, none empty, so that the costliest part is cheapest.
+
+    Exact, by dynamic programming over prefixes. Ties are broken towards fewer items in the earlier parts, so the
+    result is deterministic. Raises ValueError when there are fewer items than parts.
+    """
+    n = len(costs)
+    if not 1 <= parts <= n:
+        raise ValueError(f"cannot split {n} items into {parts} non-empty parts")
+    prefix = [0.0]
+    for cost in costs:
+        prefix.append(prefix[-1] + cost)
+    best = [[math.inf] * (n + 1) for _ in range(parts + 1)]
+    cut = [[0] * (n + 1) for _ in range(parts + 1)]
+    best[0][0] = 0.0
+    for part in range(1, parts + 1):
+        for end in range(part, n + 1):
+            for start in range(part - 1, end):
+                worst = max(best[part - 1][start], prefix[end] - prefix[start])
+                if worst < best[part][end]:
+                    best[part][end], cut[part][end] = worst, start
+    sizes, end = [], n
+    for part in range(parts, 0, -1):
+        sizes.append(end - cut[part][end])
+        end = cut[part][end]
+    return tuple(reversed(sizes))

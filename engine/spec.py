@@ -1,0 +1,276 @@
+"""What a person asks for (words, JSON, URL parameters) -> a checked, frozen Spec, or a SpecError.
+
+Every setting is one field of `Spec`, and its name is the same on the command line, in a spec file, in a URL and in
+the code. What is not set stays `None` and is filled by `resolve`, from the mode and the model, before anything runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+import typing
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+MAX_DEVICES = 16_384
+MAX_REAL_DEVICES = 64
+
+
+class SpecError(ValueError):
+    """A wrong setting: the rule, the value, and the nearest values that work.
+
+    `code` and `values` let a page say the same in another language; `str(error)` is the English sentence.
+    """
+
+    def __init__(self, code: str, setting: str, value: Any = None, *, suggest: typing.Iterable = (), **values: Any):
+        self.code, self.setting, self.value = code, setting, value
+        self.suggest = tuple(suggest)
+        self.values = {"setting": setting, "value": _show(value), **{k: _show(v) for k, v in values.items()}}
+        self.values["suggest"] = ", ".join(_show(s) for s in self.suggest)
+        sentence = RULES[code].format_map(self.values)
+        super().__init__(sentence + (f" Try: {self.values['suggest']}." if self.suggest else ""))
+
+
+def _show(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+# The rules that a setting can break. One sentence each: the rule, then the value.
+RULES = {
+    "unknown_setting": "There is no setting called {setting}.",
+    "unknown_name": "{setting} must be one of the known names; {value} is not.",
+    "wrong_type": "{setting} must be {wanted}; {value} is not.",
+    "not_finite": "{setting} must be a finite number; it is {value}.",
+    "out_of_range": "{setting} must be between {low} and {high}; it is {value}.",
+    "exclusive": "Give {setting} or {other}, not both; {setting} is {value}.",
+    "does_not_apply": "{setting} does not apply to {to}; it is {value}. Leave it out.",
+    "devices_of_mode": "The mode {mode} runs on {wanted}; devices is {value}.",
+    "batch_by_devices": "global-batch must be divisible by the number of devices ({devices}); it is {value}.",
+    "batch_by_microbatches": "microbatches must divide global-batch ({batch}); it is {value}.",
+    "too_many_stages": "Each device needs at least one layer, and {model} has {layers}; devices is {value}.",
+    "too_few_microbatches": "The schedule {schedule} needs at least as many microbatches as stages ({stages}); "
+    "microbatches is {value}.",
+    "split_sum": "split must give each of the {devices} stages at least one layer and add up to the model's {layers} "
+    "layers; it is {value}.",
+    "heads_divide": "heads must divide hidden ({hidden}); it is {value}.",
+    "dataset_of_model": "The model {model} cannot learn from the dataset {value}.",
+    "batch_too_large": "global-batch must not exceed the {samples} training samples of {dataset}; it is {value}.",
+    "not_json": "A spec file holds one JSON object; {setting} does not: {value}.",
+    "no_file": "The file given as {setting} cannot be read: {value}.",
+    "no_data": "The data directory cannot be used: {value}.",
+    "no_gpu": "device cuda needs GPUs that torch can use; found {found}.",
+    "more_ranks_than_gpus": "NCCL runs one rank a GPU, and there are {gpus}; devices is {value}. "
+    "Use device cpu (gloo processes), or fewer devices.",
+    "cannot_run_here": "A real run uses at most {high} processes on one machine; devices is {value}. "
+    "It can still be simulated.",
+    "simulation_only": "The machine {value} is for simulation only.",
+    "bad_fault": "A fault reads KIND@RANK:STEP or slow@RANK:STEP:SECONDS with KIND one of {kinds}; it is {value}.",
+    "no_run": "There is no run with the id {value}.",
+    "bad_run_id": "A run id is letters, digits, dashes and underscores; {value} is not.",
+}
+
+MODES = ("single", "data_parallel", "ddp", "layer_split", "pipeline")
+MODELS = ("cnn", "mlp", "gpt")
+DATASETS = ("digits", "text", "synthetic")
+SCHEDULES = ("gpipe", "1f1b")
+OPTIMIZERS = ("sgd", "adamw")
+DEVICES = ("auto", "cpu", "cuda")
+FAULTS = ("raise", "exit", "kill", "slow", "gradient")
+
+
+def _setting(default: Any, help: str, *, choices: tuple = (), low: float | None = None, high: float | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spec:
+    """One training, as asked for. `None` means: the default of the mode or the model (see `resolve`)."""
+
+    mode: str = _setting("ddp", "the parallelism", choices=MODES)
+    devices: int = _setting(2, "how many devices (ranks)", low=1, high=MAX_DEVICES)
+    model: str = _setting("cnn", "the model to train", choices=MODELS)
+    layers: int | None = _setting(None, "hidden layers (mlp) or blocks (gpt)", low=1, high=1024)
+    hidden: int | None = _setting(None, "width of the model (mlp, gpt)", low=1, high=65_536)
+    heads: int | None = _setting(None, "attention heads (gpt)", low=1, high=1024)
+    context: int | None = _setting(None, "tokens in a sequence (gpt)", low=2, high=1_048_576)
+    dataset: str | None = _setting(None, "what to learn from", choices=DATASETS)
+    data_dir: str | None = _setting(None, "a folder with the real MNIST idx files, for the dataset digits")
+    steps: int | None = _setting(None, "optimizer steps", low=1, high=1_000_000)
+    epochs: int | None = _setting(None, "passes over the training data, instead of steps", low=1, high=10_000)
+    global_batch: int = _setting(64, "samples in one optimizer step, over all devices", low=1, high=1_048_576)
+    microbatches: int | None = _setting(None, "pieces a batch is cut into (pipeline)", low=1, high=65_536)
+    schedule: str | None = _setting(None, "order of a pipeline's microbatches", choices=SCHEDULES)
+    split: tuple[int, ...] | None = _setting(None, "layers of each stage, by hand: 2,1,1 (layer_split, pipeline)")
+    bucket_mb: float | None = _setting(None, "size of DDP's gradient buckets, in MiB", low=1e-6, high=65_536)
+    optimizer: str = _setting("sgd", "the optimizer", choices=OPTIMIZERS)
+    lr: float = _setting(0.05, "learning rate", low=0.0, high=1e3)
+    seed: int = _setting(0, "seed of weights, data order and synthetic data", low=0, high=2**31 - 1)
+    machine: str = _setting("local", "the machine to simulate on")
+    device: str = _setting("auto", "where a real run computes", choices=DEVICES)
+    parity_steps: int = _setting(3, "first steps compared with one device", low=0, high=1000)
+    record: bool = _setting(True, "record every op of a real run")
+    fault: str | None = _setting(None, "break a run on purpose: raise@1:3, exit@1:3, kill@1:3, slow@1:3:0.2, gradient@1:2")
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            object.__setattr__(self, f.name, _checked(f, getattr(self, f.name)))
+
+    # --- to and from other forms -------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, every field."""
+        out = {f.name: getattr(self, f.name) for f in fields(self)}
+        out["split"] = list(self.split) if self.split is not None else None
+        return out
+
+    def to_params(self) -> dict[str, str]:
+        """URL parameters: only what differs from the default, as short text."""
+        return {
+            f.name.replace("_", "-"): _as_text(getattr(self, f.name))
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        }
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Spec:
+        """A JSON object with any of the fields; dashes and underscores are the same."""
+        if not isinstance(values, dict):
+            raise SpecError("not_json", "spec", values)
+        known = {f.name for f in fields(cls)}
+        named = {str(k).replace("-", "_"): v for k, v in values.items()}
+        for name in named:
+            if name not in known:
+                raise SpecError("unknown_setting", name, named[name], suggest=closest(name, known))
+        return cls(**named)
+
+    @classmethod
+    def from_params(cls, params: typing.Mapping[str, str]) -> Spec:
+        """Text values, as a URL or a command line gives them; names that are not settings are an error."""
+        by_name = {f.name: f for f in fields(cls)}
+        values = {}
+        for key, text in params.items():
+            name = key.replace("-", "_")
+            if name not in by_name:
+                raise SpecError("unknown_setting", key, text, suggest=closest(name, by_name))
+            values[name] = parse_text(by_name[name], text)
+        return cls(**values)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Spec:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SpecError("no_file", "spec", f"{path}: {error}") from None
+        try:
+            return cls.from_dict(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise SpecError("not_json", str(path), f"{error}") from None
+
+    def with_(self, **changes: Any) -> Spec:
+        return replace(self, **changes)
+
+
+def closest(name: str, known: typing.Iterable[str]) -> list[str]:
+    """The known names most like `name`, best first; all of them when few and none is alike."""
+    import difflib
+
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return near or (known if len(known) <= 12 else [])
+
+
+def type_of(f: Any) -> tuple[type, bool]:
+    """The plain type of a field (int, float, str, bool or tuple), and whether it may be None."""
+    hint = typing.get_type_hints(Spec)[f.name]
+    optional = isinstance(hint, types.UnionType)
+    if optional:
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    return (tuple if typing.get_origin(hint) is tuple else hint), optional
+
+
+WANTED = {int: "a whole number", float: "a number", str: "text", bool: "true or false", tuple: "whole numbers like 2,1,1"}
+
+
+def parse_text(f: Any, text: str) -> Any:
+    """The value that a text stands for, by the field's type; the range is checked by Spec itself."""
+    kind, optional = type_of(f)
+    wrong = SpecError("wrong_type", f.name, text, wanted=WANTED[kind])
+    if optional and text == "":
+        return None
+    if kind is bool:
+        if text.lower() in ("true", "1", "yes", "on"):
+            return True
+        if text.lower() in ("false", "0", "no", "off"):
+            return False
+        raise wrong
+    try:
+        if kind is tuple:
+            return tuple(int(part) for part in text.split(","))
+        return kind(text)
+    except ValueError:
+        raise wrong from None
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _checked(f: Any, value: Any) -> Any:
+    kind, optional = type_of(f)
+    if value is None and optional:
+        return None
+    wrong = SpecError("wrong_type", f.name, value, wanted=WANTED[kind])
+    if kind is tuple:
+        if not isinstance(value, (list, tuple)) or not all(type(v) is int for v in value):
+            raise wrong
+        return tuple(value)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise wrong
+    limits = f.metadata
+    if kind is float and not math.isfinite(value):
+        raise SpecError("not_finite", f.name, str(value))
+    if limits["choices"] and value not in limits["choices"]:
+        near = closest(value, limits["choices"])
+        raise SpecError("unknown_name", f.name, value, suggest=near or limits["choices"])
+    if limits["low"] is not None and not limits["low"] <= value <= limits["high"]:
+        nearest = limits["low"] if value < limits["low"] else limits["high"]
+        raise SpecError("out_of_range", f.name, value, suggest=[nearest], low=limits["low"], high=limits["high"])
+    if f.name == "fault":
+        parse_fault(value)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something broken on purpose, on one rank from one step on (`slow`, `gradient`) or at it."""
+
+    kind: str
+    rank: int
+    step: int
+    seconds: float = 0.0
+
+
+def parse_fault(text: str | None) -> Fault | None:
+    """`raise@1:3` -> Fault("raise", rank 1, step 3); `slow@1:3:0.2` sleeps 0.2 s in each step from 3 on."""
+    if text is None:
+        return None
+    wrong = SpecError("bad_fault", "fault", text, kinds=", ".join(FAULTS))
+    kind, _, place = text.partition("@")
+    parts = place.split(":")
+    if kind not in FAULTS or len(parts) != (3 if kind == "slow" else 2):
+        raise wrong
+    try:
+        rank, step = int(parts[0]), int(parts[1])
+        seconds = float(parts[2]) if kind == "slow" else 0.0
+    except ValueError:
+        raise wrong from None
+    if rank < 0 or step < 0 or not 0 <= seconds <= 60:
+        raise wrong
+    return Fault(kind, rank, step, seconds)

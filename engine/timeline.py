@@ -1,0 +1,119 @@
+"""Spans in columns: what happened when, on which rank, simulated or measured. Saved as Parquet, read back unchanged.
+
+Times are seconds from the start of the timeline, bytes are bytes. A timeline never changes the plan it came from;
+`key` columns (kind, stage, microbatch, part) are the plan's own words, so the two can be joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+NONE = -1  # in integer columns: does not apply
+
+
+class Span(NamedTuple):
+    """One op on one rank. Integers that do not apply are -1; `peer` is a rank; `group` names a mesh axis."""
+
+    rank: int
+    lane: str
+    kind: str
+    step: int
+    start: float
+    end: float
+    stage: int = NONE
+    microbatch: int = NONE
+    part: str = ""
+    payload: str = ""
+    group: str = ""
+    peer: int = NONE
+    bytes: int = 0
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
+
+
+_TEXT = ("lane", "kind", "part", "payload", "group")
+_REAL = ("start", "end")
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Columns of equal length, one entry a span, sorted by (rank, start) within a step.
+
+    `memory`: samples (rank, time in seconds, category, bytes), where known. `source`: simulated, measured, imported.
+    """
+
+    columns: dict[str, np.ndarray]
+    source: str
+    world_size: int
+    memory: tuple[tuple[int, float, str, int], ...] = field(default=())
+
+    @classmethod
+    def of(cls, spans: Iterable[Span], source: str, world_size: int, memory: Iterable = ()) -> Timeline:
+        rows = list(spans)
+        columns = {
+            name: np.array(
+                [row[i] for row in rows],
+                dtype=object if name in _TEXT else np.float64 if name in _REAL else np.int64,
+            )
+            for i, name in enumerate(Span._fields)
+        }
+        return cls(columns, source, world_size, tuple(memory))
+
+    def __len__(self) -> int:
+        return len(self.columns["rank"])
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.columns[name]
+
+    def spans(self) -> Iterator[Span]:
+        """Every span, as plain Python values."""
+        lists = [self.columns[name].tolist() for name in Span._fields]
+        return (Span(*row) for row in zip(*lists, strict=True))
+
+    def where(self, mask: np.ndarray) -> Timeline:
+        return Timeline({k: v[mask] for k, v in self.columns.items()}, self.source, self.world_size, self.memory)
+
+    def step(self, step: int) -> Timeline:
+        """One step alone, shifted so that it starts at 0."""
+        part = self.where(self["step"] == step)
+        if not len(part):
+            return part
+        first = part["start"].min()
+        columns = dict(part.columns) | {name: part[name] - first for name in _REAL}
+        return Timeline(columns, self.source, self.world_size)
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted(set(self["step"].tolist()))
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first start to the last end; 0 when empty."""
+        return float(self["end"].max() - self["start"].min()) if len(self) else 0.0
+
+    def save(self, path: str | Path) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        table = pa.table({k: pa.array(v.tolist()) if k in _TEXT else pa.array(v) for k, v in self.columns.items()})
+        meta = {"source": self.source, "world_size": str(self.world_size)}
+        pq.write_table(table.replace_schema_metadata(meta), path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Timeline:
+        import pyarrow.parquet as pq
+
+        table = pq.read_table(path)
+        columns = {
+            name: np.array(table[name].to_pylist(), dtype=object) if name in _TEXT else table[name].to_numpy()
+            for name in Span._fields
+        }
+        meta = {k.decode(): v.decode() for k, v in table.schema.metadata.items()}
+        return cls(columns, meta["source"], int(meta["world_size"]))
