@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine import datasets
 from engine.shapes import Layer, balance, model_layers
@@ -24,6 +27,7 @@ MODE_SETTINGS = {
     "pipeline": {"microbatches": None, "schedule": "1f1b", "split": None},
 }
 DATA_MODES = ("data_parallel", "ddp")  # split the batch over devices
+ONE_PROCESS_MODES = ("single", "data_parallel")
 STAGE_MODES = ("layer_split", "pipeline")  # split the layers over devices
 DEFAULT_STEPS = 20
 
@@ -44,6 +48,11 @@ class Job:
     def local_batch(self) -> int:
         """Samples that one device sees in a step."""
         return self.spec.global_batch // (self.spec.devices if self.spec.mode in DATA_MODES else 1)
+
+    @property
+    def processes(self) -> int:
+        """Worker processes of a real run: nn.DataParallel drives all its devices from one."""
+        return 1 if self.spec.mode in ONE_PROCESS_MODES else self.spec.devices
 
     @property
     def stages(self) -> list[tuple[Layer, ...]]:
@@ -95,10 +104,26 @@ def prepare(spec: Spec) -> Job:
     return Job(spec, layers, sample_bytes, num_train, num_validation, steps, batches)
 
 
-def check_real(job: Job) -> None:
-    """Beyond `prepare`: can this machine run it at all?"""
-    if job.spec.devices > MAX_REAL_DEVICES:
-        raise SpecError("cannot_run_here", "devices", job.spec.devices, suggest=[MAX_REAL_DEVICES], high=MAX_REAL_DEVICES)
+def prepare_real(spec: Spec) -> Job:
+    """`prepare`, and beyond it: can this machine run it at all? `device` becomes cpu or cuda."""
+    job = prepare(spec)
+    devices, found = job.spec.devices, count_gpus()
+    if devices > MAX_REAL_DEVICES:
+        raise SpecError("cannot_run_here", "devices", devices, suggest=[MAX_REAL_DEVICES], high=MAX_REAL_DEVICES)
+    if spec.device == "cuda" and not found:
+        raise SpecError("no_gpu", "device", "cuda", suggest=["cpu"], found=0)
+    if spec.device != "cpu" and 0 < found < devices:
+        raise SpecError("more_ranks_than_gpus", "devices", devices, suggest=[found], gpus=found)
+    return dataclasses.replace(job, spec=job.spec.with_(device="cuda" if found and spec.device != "cpu" else "cpu"))
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs that a process started here may use, without loading torch or a driver."""
+    present = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return len(present)
+    return min(len(present), len([d for d in visible.split(",") if d.strip() not in ("", "-1")]))
 
 
 def nearest(good: list[int], value: int, count: int = 3) -> list[int]:

@@ -1,0 +1,66 @@
+"""A job split by layers: each rank holds a run of layers; activations and gradients pass through torch.distributed."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from engine.job import Job
+from engine.real import models
+from engine.real.data import Batches
+from engine.real.training import Place
+
+
+def training(job: Job, place: Place) -> "LayerSplit":
+    return LayerSplit(job, place)
+
+
+class LayerSplit:
+    def __init__(self, job: Job, place: Place):
+        self.stage, self.recorder = place.rank, place.recorder
+        self.is_first, self.is_last = self.stage == 0, self.stage == place.world_size - 1
+        self.chain = models.piece(models.build(job), job, self.stage).to(place.device)
+        self.chain.recorder = place.recorder
+        self.optimizer = models.make_optimizer(job, self.chain.parameters())
+        self.batches = Batches(job, 0, 1, place.device) if self.is_first or self.is_last else None
+        if not self.is_first:
+            shape = job.stages[self.stage - 1][-1].output
+            self.inbound = torch.empty(job.spec.global_batch, *shape, device=place.device)
+
+    def make_gradients(self, step: int) -> float | None:
+        self.optimizer.zero_grad()
+        inputs = targets = loss = None
+        if self.batches:
+            with self.recorder.span("load", payload="batch"):
+                inputs, targets = self.batches(step)
+        if not self.is_first:
+            inputs = self._receive(torch.empty_like(self.inbound), "activation", self.stage - 1).requires_grad_()
+        output = self.chain(inputs)
+        if self.is_last:
+            loss = self.chain.loss(output, targets)
+            self.chain.backward(loss)
+            sent = None
+        else:
+            sent = self._send(output.detach(), "activation", self.stage + 1)
+            gradient = self._receive(torch.empty_like(output), "gradient", self.stage + 1)
+            self.chain.backward(output, gradient)
+        returned = None if self.is_first else self._send(inputs.grad, "gradient", self.stage - 1)
+        for work in (sent, returned):
+            if work is not None:
+                work.wait()
+        return None if loss is None else loss.item()
+
+    def _send(self, tensor: torch.Tensor, payload: str, peer: int) -> dist.Work:
+        tensor = tensor.contiguous()
+        self._note("send", tensor, payload, peer)
+        return dist.isend(tensor, peer)
+
+    def _receive(self, tensor: torch.Tensor, payload: str, peer: int) -> torch.Tensor:
+        self._note("recv", tensor, payload, peer)
+        dist.recv(tensor, peer)
+        return tensor
+
+    def _note(self, kind: str, tensor: torch.Tensor, payload: str, peer: int) -> None:
+        self.recorder.message(kind, stage=self.stage, microbatch=0, payload=payload, peer=peer, size=tensor.nbytes)
+
+    def held(self) -> dict[str, nn.Parameter]:
+        return dict(self.chain.named_parameters())

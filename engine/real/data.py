@@ -1,0 +1,35 @@
+"""A job's dataset -> the batch that a replica sees in a step, as tensors; the same samples for any number of replicas.
+
+torch's DistributedSampler shuffles by seed and epoch and deals the samples out in turn, so the union of what all
+replicas see in step k is what one replica would see: that is what makes parity with one device possible.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.data import DistributedSampler
+
+from engine import datasets
+from engine.job import Job
+
+
+class Batches:
+    """Step -> (inputs, targets) of one replica. Samples that do not fill a whole batch are left out of an epoch."""
+
+    def __init__(self, job: Job, replica: int, replicas: int, device: torch.device):
+        spec = job.spec
+        kind = "token" if spec.model == "gpt" else "image"
+        data = datasets.load(spec.dataset, kind=kind, data_dir=spec.data_dir, context=spec.context, seed=spec.seed)
+        self.x, self.y = torch.from_numpy(data.train_x), torch.from_numpy(data.train_y)
+        self.validation = torch.from_numpy(data.validation_x), torch.from_numpy(data.validation_y)
+        self.size, self.per_epoch, self.device = spec.global_batch // replicas, job.batches_per_epoch, device
+        self.sampler = DistributedSampler(range(len(self.x)), replicas, replica, seed=spec.seed, drop_last=True)
+        self.epoch, self.order = -1, torch.empty(0, dtype=torch.long)
+
+    def __call__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        epoch, batch = divmod(step, self.per_epoch)
+        if epoch != self.epoch:
+            self.sampler.set_epoch(epoch)
+            self.epoch, self.order = epoch, torch.tensor(list(self.sampler))
+        chosen = self.order[batch * self.size : (batch + 1) * self.size]
+        return self.x[chosen].to(self.device), self.y[chosen].to(self.device)

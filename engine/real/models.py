@@ -1,0 +1,168 @@
+"""A job's layers -> the same chain as torch modules, parameter for parameter, from a seed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engine.job import Job
+from engine.real.recorder import Pass, Recorder
+from engine.shapes import Layer
+
+
+class Conv(nn.Conv2d):
+    """5x5 convolution, ReLU, 2x2 max pool: [N, in, S, S] -> [N, out, (S-4)/2, (S-4)/2]."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.max_pool2d(F.relu(super().forward(x)), 2)
+
+
+class Dense(nn.Linear):
+    """Flatten, then linear, then ReLU: [N, ...] -> [N, out]."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(super().forward(x.flatten(1)))
+
+
+class Output(nn.Linear):
+    """Flatten, then linear: [N, ...] -> [N, classes]."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.flatten(1))
+
+
+class Embed(nn.Module):
+    """Token and position embedding: [N, context] integers -> [N, context, hidden]."""
+
+    def __init__(self, vocabulary: int, context: int, hidden: int):
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, hidden)
+        self.position = nn.Embedding(context, hidden)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+
+
+class Block(nn.Module):
+    """Pre-norm causal attention and MLP, with residuals: [N, context, hidden] -> the same."""
+
+    def __init__(self, hidden: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.RMSNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.proj = nn.Linear(hidden, hidden, bias=False)
+        self.norm2 = nn.RMSNorm(hidden)
+        self.up = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.down = nn.Linear(4 * hidden, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n, c, h = x.shape
+        q, k, v = (
+            part.view(n, c, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).split(h, dim=-1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(n, c, h))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Head(nn.Module):
+    """Norm and output layer: [N, context, hidden] -> [N, context, vocabulary]."""
+
+    def __init__(self, hidden: int, vocabulary: int):
+        super().__init__()
+        self.norm = nn.RMSNorm(hidden)
+        self.linear = nn.Linear(hidden, vocabulary, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(x))
+
+
+def _module(layer: Layer, model: str, heads: int | None, *, is_last: bool) -> nn.Module:
+    sizes = dict(layer.params)
+    if model == "gpt":
+        if layer.name == "embed":
+            return Embed(sizes["token.weight"][0], *sizes["position.weight"])
+        if layer.name == "head":
+            return Head(*reversed(sizes["linear.weight"]))
+        return Block(sizes["proj.weight"][0], heads)
+    if len(sizes["weight"]) == 4:
+        outputs, inputs, *_ = sizes["weight"]
+        return Conv(inputs, outputs, 5)
+    outputs, inputs = sizes["weight"]
+    return (Output if is_last else Dense)(inputs, outputs)
+
+
+class Chain(nn.Sequential):
+    """Layers in a row that note when each begins and ends, forward and backward.
+
+    A layer's backward begins when the gradient of its output is there, and ends when that of its input is.
+    """
+
+    def __init__(self, modules: OrderedDict[str, nn.Module]):
+        super().__init__(modules)
+        self.recorder: Recorder | None = None
+        self.passed: Pass | None = None  # the pass whose backward is still to come
+        self.stage, self.rank = 0, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        recorder = self.recorder
+        if recorder is None or not recorder.recording:
+            return super().forward(x)
+        passed = self.passed = recorder.begin_pass(self.stage, self.rank)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: passed.gradient_of("input"))
+        for name, layer in self.named_children():
+            passed.begin(name)
+            x = layer(x)
+            passed.end_forward()
+            if x.requires_grad:
+                x.register_hook(lambda gradient, name=name: passed.gradient_of(name))
+        return x
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The loss counts as the end of the last layer's forward."""
+        loss = loss_of(output, target)
+        if self.passed is not None:
+            self.passed.end_forward()
+        return loss
+
+    def backward(self, output: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+        """Backward through the chain's last pass, from `output` (the loss, or what it sent on)."""
+        passed, self.passed = self.passed, None
+        if passed is None:
+            output.backward(gradient)
+            return
+        passed.begin_backward()
+        output.backward(gradient)
+        passed.end_backward()
+
+
+def build(job: Job) -> Chain:
+    """The whole model on the CPU; the same seed gives the same weights on every rank."""
+    torch.manual_seed(job.spec.seed)
+    spec, last = job.spec, job.layers[-1]
+    modules = [(layer.name, _module(layer, spec.model, spec.heads, is_last=layer is last)) for layer in job.layers]
+    return Chain(OrderedDict(modules))
+
+
+def piece(model: Chain, job: Job, stage: int) -> Chain:
+    """The layers of one stage, sharing the model's parameters."""
+    names = [layer.name for layer in job.stages[stage]]
+    children = dict(model.named_children())
+    part = Chain(OrderedDict((name, children[name]) for name in names))
+    part.stage = stage
+    return part
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy: [N, classes] with [N], or [N, context, vocabulary] with [N, context] -> scalar."""
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def make_optimizer(job: Job, parameters) -> torch.optim.Optimizer:
+    kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+    return kinds[job.spec.optimizer](parameters, lr=job.spec.lr)

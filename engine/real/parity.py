@@ -1,0 +1,110 @@
+"""The first steps of a run and the same steps on one device -> how far losses, gradients and parameters are apart.
+
+Rank 0 trains the reference from the same weights on the same global batches and sends it to all; every rank compares
+what it holds. That each parameter was compared by somebody is checked, so a forgotten one cannot pass.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import torch
+import torch.distributed as dist
+
+from engine.job import Job
+from engine.real import models
+from engine.real.data import Batches
+from engine.real.training import Place, Training
+
+# fp32 sums in another order differ in the last bits. A wrong gradient (a missing or doubled reduction, a wrong scale)
+# is off by far more than these.
+TOLERANCE = {"loss_max_abs_diff": 1e-4, "grad_max_rel_diff": 1e-3, "param_max_abs_diff": 1e-4}
+
+
+class Parity:
+    def __init__(self, job: Job, place: Place, training: Training):
+        self.job, self.place, self.training = job, place, training
+        self.steps = min(job.spec.parity_steps, job.steps)
+        self.losses: list[float | None] = []
+        self.gradients: list[dict[str, torch.Tensor]] = []
+
+    def keep_gradients(self, step: int, loss: float | None) -> None:
+        if step < self.steps:
+            self.losses.append(loss)
+            held = self.training.held().items()
+            self.gradients.append({name: p.grad.detach().cpu().clone() for name, p in held})
+
+    def compare(self) -> None:
+        """Collective: every rank calls it after step `steps - 1`. Rank 0 writes parity.json."""
+        reference = [self._reference() if self.place.rank == 0 else None]
+        if self.place.world_size > 1:
+            dist.broadcast_object_list(reference)
+        losses, gradients, parameters = reference[0]
+        held = {name: p.detach().cpu() for name, p in self.training.held().items()}
+        mine = {
+            "held": sorted(held),
+            "losses": self.losses,
+            "grad": max((relative(self.gradients[s][n], gradients[s][n]) for s in range(self.steps) for n in held), default=0),
+            "param": max((_largest(held[n] - parameters[n]) for n in held), default=0.0),
+        }
+        reports = [mine]
+        if self.place.world_size > 1:
+            reports = [None] * self.place.world_size if self.place.rank == 0 else None
+            dist.gather_object(mine, reports)
+        if self.place.rank == 0:
+            result = verdict(reports, losses, sorted(parameters), self.steps)
+            (self.place.run_dir / "parity.json").write_text(json.dumps(result))
+        self.gradients.clear()
+
+    def _reference(self) -> tuple[list[float], list[dict], dict[str, torch.Tensor]]:
+        model = models.build(self.job)
+        optimizer = models.make_optimizer(self.job, model.parameters())
+        batches = Batches(self.job, 0, 1, torch.device("cpu"))
+        losses, gradients = [], []
+        for step in range(self.steps):
+            inputs, targets = batches(step)
+            optimizer.zero_grad()
+            loss = models.loss_of(model(inputs), targets)
+            loss.backward()
+            losses.append(loss.item())
+            gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+            optimizer.step()
+        return losses, gradients, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest absolute value; NaN anywhere is infinitely wrong."""
+    value = tensor.abs().max().item() if tensor.numel() else 0.0
+    return math.inf if math.isnan(value) else value
+
+
+def relative(mine: torch.Tensor, reference: torch.Tensor) -> float:
+    """Largest difference over the tensor, relative to the reference's largest entry."""
+    scale = _largest(reference)
+    return _largest(mine - reference) / scale if scale else (0.0 if not _largest(mine) else math.inf)
+
+
+def verdict(reports: list[dict], losses: list[float], names: list[str], steps: int) -> dict:
+    """Every rank's report against the reference -> the parity of a run (see the README for its keys)."""
+    held = {name for report in reports for name in report["held"]}
+    worst = {
+        "loss_max_abs_diff": max((abs(_mean_loss(reports, s) - losses[s]) for s in range(steps)), default=0.0),
+        "grad_max_rel_diff": max(report["grad"] for report in reports),
+        "param_max_abs_diff": max(report["param"] for report in reports),
+    }
+    reasons = [
+        f"{name} is {value:.3g}, more than {TOLERANCE[name]:.0e}"
+        for name, value in worst.items()
+        if not value <= TOLERANCE[name]
+    ]
+    if missing := sorted(set(names) - held):
+        reasons.append(f"no rank holds {', '.join(missing)}")
+    shown = {name: value if math.isfinite(value) else None for name, value in worst.items()}
+    return {"ok": not reasons, **shown, "tolerance": TOLERANCE, "reason": "; ".join(reasons) or None, "steps": steps}
+
+
+def _mean_loss(reports: list[dict], step: int) -> float:
+    """Every rank that computes a loss sees as many samples as any other, so the mean over ranks is the global mean."""
+    known = [report["losses"][step] for report in reports if report["losses"][step] is not None]
+    return sum(known) / len(known)

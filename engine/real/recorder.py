@@ -1,0 +1,207 @@
+"""Marks in the training code and the profiler's events -> spans in the rank's file, a batch of steps at a time.
+
+Compute ops are marked by the code that calls them. Communication is seen by torch's profiler limited to user scope:
+it skips every aten op and keeps each gloo operation with its true start and end on the thread that ran it, and the
+shape and type of its tensor, whoever called it. Both clocks count nanoseconds of Unix time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
+from torch.autograd.profiler import _disable_profiler, _enable_profiler, _prepare_profiler
+
+from engine.plan import Op, lane_of
+from engine.timeline import NONE, Span
+
+# Starting and stopping the profiler takes about 1 ms, so it runs over whole steps for at least this long.
+WINDOW = 0.25  # seconds
+
+ITEM_BYTES = {
+    "float": 4, "double": 8, "int": 4, "long": 8, "long int": 8, "unsigned char": 1, "signed char": 1, "bool": 1,
+    "c10::Half": 2, "c10::BFloat16": 2, "short": 2, "char": 1,
+}  # fmt: skip
+
+
+class Event(NamedTuple):
+    """One communication that the profiler saw."""
+
+    kind: str  # all_reduce, send, ...
+    start: int  # ns
+    end: int  # ns
+    bytes: int
+
+
+class Recorder:
+    """Spans of one process, appended to `path` at the end of a window. With `enabled` false, nothing is kept.
+
+    `label(events)` is the mode's word on what a step's collectives are: it turns them into (axis, payload) pairs.
+    Messages are labelled by `message`, which the code that issues them calls in the order in which it issues them.
+    """
+
+    def __init__(self, path: Path, rank: int, origin: int, *, enabled: bool = True):
+        self.path, self.rank, self.origin, self.enabled = path, rank, origin, enabled
+        self.label: Callable[[str], tuple[str, str]] = lambda kind: ("dp", "gradient")
+        self.coordinate = rank
+        self.recording = False
+        self.doing = ""  # in words, for the report of an error
+        self._profiling = False
+        self._window_began = 0.0
+        self._steps: list[tuple[int, int, int]] = []  # step, begin, end (ns)
+        self._marks: list[tuple] = []
+        self._passes: list[Pass] = []
+        self._messages: list[tuple[int, Op]] = []
+        self._config = ProfilerConfig(ProfilerState.KINETO, True, False, False, False, False, _ExperimentalConfig())
+        self._step = -1
+
+    now = staticmethod(time.time_ns)
+
+    def begin_step(self, step: int) -> None:
+        self._step = step
+        if not self.enabled:
+            return
+        if not self._profiling:
+            _prepare_profiler(self._config, {ProfilerActivity.CPU})
+            _enable_profiler(self._config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})
+            self._profiling, self._window_began = True, time.monotonic()
+        self.recording = True
+        self._steps.append((step, self.now(), 0))
+
+    def end_step(self) -> None:
+        if not self.recording:
+            return
+        step, begin, _ = self._steps[-1]
+        self._steps[-1] = (step, begin, self.now())
+        for passed in self._passes:
+            passed.collect()
+        self._passes.clear()
+        self.recording = False
+        if time.monotonic() - self._window_began >= WINDOW:
+            self.flush()
+
+    @contextmanager
+    def span(self, kind: str, *, stage: int = NONE, microbatch: int = NONE, part: str = "", payload: str = "",
+             rank: int | None = None, size: int = 0) -> Iterator[None]:  # fmt: skip
+        self.doing = " ".join(word for word in (kind, payload, part) if word)
+        begun = self.now()
+        try:
+            yield
+        finally:
+            self.mark(kind, begun, self.now(), stage=stage, microbatch=microbatch, part=part, payload=payload, rank=rank,
+                      size=size)  # fmt: skip
+
+    def mark(self, kind: str, start: int, end: int, *, stage: int = NONE, microbatch: int = NONE, part: str = "",
+             payload: str = "", rank: int | None = None, size: int = 0, axis: str = "") -> None:  # fmt: skip
+        """A span from `start` to `end` (ns) that this code itself measured; `axis` makes it a collective."""
+        if self.recording:
+            rank = self.rank if rank is None else rank
+            self._marks.append((rank, axis or "compute", kind, self._step, start, end, stage, microbatch, part, payload,
+                                axis, NONE, size))  # fmt: skip
+
+    def message(self, kind: str, *, stage: int, microbatch: int, payload: str, peer: int, size: int) -> None:
+        """A send or receive is about to be issued to the coordinate `peer` of axis pp."""
+        self.doing = f"{kind} {payload} of microbatch {microbatch}"
+        if self.recording:
+            op = Op(kind=kind, stage=stage, microbatch=microbatch, payload=payload, axis="pp", peer=peer, bytes=size)
+            self._messages.append((self._step, op))
+
+    def begin_pass(self, stage: int, rank: int | None) -> Pass:
+        """A batch enters a chain of layers."""
+        passed = Pass(self, stage, rank)
+        self._passes.append(passed)
+        return passed
+
+    def flush(self) -> None:
+        """Stop the profiler and write the spans of all finished steps."""
+        if not self._profiling:
+            return
+        seen = _disable_profiler().events()
+        self._profiling = False
+        events = sorted((e for e in map(_communication, seen) if e), key=lambda e: e.start)
+        lines = [*map(self._line, self._marks), *(self._line(row) for row in self._label(events))]
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(lines)
+        self._steps.clear(), self._marks.clear(), self._messages.clear()
+
+    def _line(self, row: tuple) -> str:
+        """Seconds since the run began: subtracted as integers, since Unix time in ns does not fit a float."""
+        values = Span(*row)
+        shifted = values._replace(start=(values.start - self.origin) / 1e9, end=(values.end - self.origin) / 1e9)
+        return json.dumps(shifted, separators=(",", ":")) + "\n"
+
+    def _label(self, events: list[Event]) -> Iterator[tuple]:
+        """Give every event that began inside a step its step and what it was; others (checks, barriers) are dropped."""
+        for step, begin, end in self._steps:
+            inside = [e for e in events if begin <= e.start <= end]
+            issued = {k: deque(op for s, op in self._messages if s == step and op.kind == k) for k in ("send", "recv")}
+            for event in inside:
+                if event.kind in issued:
+                    op = issued[event.kind].popleft() if issued[event.kind] else Op(kind=event.kind, axis="pp", peer=NONE)
+                    lane = lane_of(op, self.coordinate)
+                    stage = NONE if op.stage is None else op.stage
+                    microbatch = NONE if op.microbatch is None else op.microbatch
+                    yield (self.rank, lane, op.kind, step, event.start, event.end, stage, microbatch, op.part, op.payload,
+                           op.axis, op.peer, event.bytes)  # fmt: skip
+                else:
+                    axis, payload = self.label(event.kind)
+                    yield (self.rank, axis, event.kind, step, event.start, event.end, NONE, NONE, "", payload, axis, NONE,
+                           event.bytes)  # fmt: skip
+
+
+class Pass:
+    """One pass of a batch through a chain of layers and back: moments, turned into spans when the step ends."""
+
+    def __init__(self, recorder: Recorder, stage: int, rank: int | None):
+        self.recorder, self.where = recorder, {"stage": stage, "microbatch": 0, "rank": rank}
+        self.forward: dict[str, list[int]] = {}  # layer: begin, end (ns)
+        self.gradients: dict[str, int] = {}  # layer, or "input": when the gradient of its output became known
+        self.backward_began = self.backward_ended = 0
+        self.layer = ""
+
+    def begin(self, layer: str) -> None:
+        self.layer = layer
+        self.recorder.doing = f"forward {layer}"
+        self.forward[layer] = [self.recorder.now(), 0]
+
+    def end_forward(self) -> None:
+        self.forward[self.layer][1] = self.recorder.now()
+
+    def begin_backward(self) -> None:
+        self.recorder.doing = "backward"
+        self.backward_began = self.recorder.now()
+
+    def end_backward(self) -> None:
+        self.backward_ended = self.recorder.now()
+
+    def gradient_of(self, layer: str) -> None:
+        self.gradients[layer] = self.recorder.now()
+
+    def collect(self) -> None:
+        layers = list(self.forward)
+        for layer, (start, end) in self.forward.items():
+            self.recorder.mark("forward", start, end, part=layer, **self.where)
+        if not self.backward_ended:
+            return
+        start = self.backward_began
+        for layer, before in zip(reversed(layers), [*reversed(layers[:-1]), "input"], strict=True):
+            end = self.gradients.get(before, self.backward_ended)
+            self.recorder.mark("backward", start, end, part=layer, **self.where)
+            start = end
+
+
+def _communication(event) -> Event | None:
+    name = event.name()
+    backend, _, kind = name.partition(":")
+    if backend not in ("gloo", "nccl") or kind == "barrier":
+        return None
+    sizes = [math.prod(shape) * ITEM_BYTES[kind_] for shape, kind_ in zip(event.shapes(), event.dtypes(), strict=False) if shape]
+    start = event.start_ns()
+    return Event(kind, start, start + event.duration_ns(), sum(sizes))

@@ -1,0 +1,61 @@
+"""What every mode's run gives the worker: a Training that makes gradients, then updates the weights it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from engine.job import Job
+from engine.real.recorder import Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker stands: its rank among `world_size` processes, its device, its recorder."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    recorder: Recorder
+    run_dir: Path
+
+
+class Training(Protocol):
+    """One rank's part of a training. Names of parameters are those of the whole model."""
+
+    optimizer: torch.optim.Optimizer
+
+    def make_gradients(self, step: int) -> float | None:
+        """Load a batch, run forward and backward and all communication of gradients. The mean loss over this rank's
+        samples, or None where no loss is computed."""
+
+    def held(self) -> dict[str, nn.Parameter]:
+        """The parameters that this rank holds, by their name in the whole model."""
+
+
+def update(training: Training, recorder: Recorder) -> None:
+    with recorder.span("optimizer"):
+        training.optimizer.step()
+
+
+class LocalTraining:
+    """A chain of layers on one device, with the loss at its end: `single`, and each replica of a data-parallel mode."""
+
+    def __init__(self, job: Job, place: Place, chain: nn.Module, callee: nn.Module, batches, optimizer):
+        self.job, self.place, self.chain, self.callee = job, place, chain, callee
+        self.batches, self.optimizer = batches, optimizer
+
+    def make_gradients(self, step: int) -> float:
+        self.optimizer.zero_grad()
+        with self.place.recorder.span("load", payload="batch"):
+            inputs, targets = self.batches(step)
+        loss = self.chain.loss(self.callee(inputs), targets)
+        self.chain.backward(loss)
+        return loss.item()
+
+    def held(self) -> dict[str, nn.Parameter]:
+        return dict(self.chain.named_parameters())

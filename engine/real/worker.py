@@ -1,0 +1,167 @@
+"""A run folder and a rank -> that rank's training, recorded: steps, spans, parity, and the trained model's accuracy.
+
+Called by the launcher in a forked process. `python -m engine.real.worker RUN_DIR` does the same under any program
+that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (torchrun, Slurm, a Kubernetes job).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from engine import modes
+from engine.job import ONE_PROCESS_MODES, Job, prepare
+from engine.real import models
+from engine.real.data import Batches
+from engine.real.parity import Parity
+from engine.real.recorder import Recorder
+from engine.real.training import Place, Training, update
+from engine.spec import Fault, Spec, parse_fault
+
+# A peer that says nothing for this long is taken for lost: a hang becomes an error that names the operation.
+TIMEOUT = timedelta(seconds=60)
+
+
+def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") -> None:
+    """Train. Raises what went wrong, with the attributes `step` and `op` set to where."""
+    folder = Path(run_dir)
+    job = prepare(Spec.from_dict(json.loads((folder / "spec.json").read_text())))
+    device = _device(job, rank)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(world_size, job.spec.devices)))
+    _peak_memory(device)
+    if job.spec.mode not in ONE_PROCESS_MODES:
+        _join(folder, rank, world_size, device, rendezvous)
+    origin = round(json.loads((folder / "status.json").read_text())["created"] * 1e9)
+    recorder = Recorder(folder / f"rank{rank}.jsonl", rank, origin, enabled=job.spec.record)
+    place = Place(rank, world_size, device, recorder, folder)
+    signal.signal(signal.SIGTERM, lambda *_: _leave(recorder))
+    step = -1
+    try:
+        training = modes.run(job.spec.mode).training(job, place)
+        parity = Parity(job, place, training)
+        with (folder / f"rank{rank}.steps.jsonl").open("a", encoding="utf-8") as steps:
+            for step in range(job.steps):
+                line = _one_step(job, place, training, parity, step)
+                steps.write(json.dumps(line) + "\n")
+                steps.flush()
+                if step + 1 == parity.steps:
+                    parity.compare()
+        recorder.flush()
+        _validate(job, place, training)
+    except Exception as error:
+        error.step, error.op = step, recorder.doing
+        recorder.flush()
+        raise
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device(job: Job, rank: int) -> torch.device:
+    if job.spec.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join(folder: Path, rank: int, world_size: int, device: torch.device, rendezvous: str) -> None:
+    """Meet the other ranks: on one machine through a fresh file in the run folder and over loopback, whatever the
+    machine's name resolves to; else as the environment says."""
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    where: dict = {"init_method": "env://"}
+    if rendezvous == "file":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        where = {"store": dist.FileStore(str(folder / "store"), world_size)}
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=TIMEOUT, **where)
+
+
+def _leave(recorder: Recorder) -> None:
+    """Asked to stop: keep what is recorded, then go at once; the peers are asked too."""
+    recorder.flush()
+    os._exit(128 + signal.SIGTERM)
+
+
+def _one_step(job: Job, place: Place, training: Training, parity: Parity, step: int) -> dict:
+    fault = parse_fault(job.spec.fault)
+    _break(fault, place.rank, step)
+    recorder = place.recorder
+    start = time.time_ns()
+    recorder.begin_step(step)
+    if fault and fault.kind == "slow" and fault.rank == place.rank and step >= fault.step:
+        time.sleep(fault.seconds)
+    loss = training.make_gradients(step)
+    if fault and fault.kind == "gradient" and fault.rank == place.rank and step >= fault.step:
+        for parameter in training.held().values():
+            parameter.grad *= 1.5
+    parity.keep_gradients(step, loss)
+    update(training, recorder)
+    recorder.end_step()
+    end = time.time_ns()
+    return {
+        "step": step,
+        "start": start / 1e9,
+        "end": end / 1e9,
+        "loss": loss,
+        "samples": job.spec.global_batch,
+        "memory": _peak_memory(place.device),
+    }
+
+
+def _break(fault: Fault | None, rank: int, step: int) -> None:
+    """Faults that end a worker, on purpose."""
+    if fault is None or fault.rank != rank or fault.step != step:
+        return
+    if fault.kind == "raise":
+        raise RuntimeError(f"raised on purpose: fault raise@{rank}:{step}")
+    if fault.kind == "exit":
+        os._exit(7)
+    if fault.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _resident() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+_AT_START: dict[int, int] = {}
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: of the allocator on a GPU; on the CPU the process's peak resident size above what it began with."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _resident() - _AT_START.setdefault(os.getpid(), _resident())
+
+
+def _validate(job: Job, place: Place, training: Training) -> None:
+    """Rank 0 gathers the trained parameters and measures the whole model on the validation samples, each once."""
+    mine = {name: p.detach().cpu() for name, p in training.held().items()}
+    pieces = [mine]
+    if place.world_size > 1:
+        pieces = [None] * place.world_size if place.rank == 0 else None
+        dist.gather_object(mine, pieces)
+    if place.rank != 0:
+        return
+    model = models.build(job)
+    model.load_state_dict({name: tensor for piece in pieces for name, tensor in piece.items()})
+    inputs, targets = Batches(job, 0, 1, torch.device("cpu")).validation
+    right = total = 0
+    with torch.no_grad():
+        for x, y in zip(inputs.split(256), targets.split(256), strict=True):
+            guess = model(x).argmax(-1)
+            right, total = right + int((guess == y).sum()), total + y.numel()
+    text = json.dumps({"accuracy": right / total if total else None, "count": total})
+    (place.run_dir / "validation.json").write_text(text)
+
+
+if __name__ == "__main__":
+    work(sys.argv[1], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), rendezvous="env")
