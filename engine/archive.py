@@ -157,7 +157,7 @@ def _read_status(run_dir: Path) -> dict[str, Any]:
     merged = status | (found or {}) | {"run_id": run_dir.name}
     whole = (
         found is not None
-        and merged["state"] in STATES
+        and merged.get("state") in STATES
         and isinstance(merged["created"], int | float)
         and all(type(merged[name]) is int for name in ("devices", "processes", "total_steps"))
         and isinstance(merged["launcher_pid"], int | None)
@@ -199,10 +199,10 @@ def read_error(run_dir: str | Path, rank: int) -> dict[str, Any] | None:
     return read_json(Path(run_dir) / f"rank{rank}.error.json")
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: str | Path) -> dict[str, Any] | None:
     """The JSON object in a file; None when there is no such file or no such object in it."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -75,9 +75,7 @@ class Dataset:
     source: str  # where the numbers come from, in a phrase fit for a caption
 
 
-def sizes(
-    name: str, *, data_dir: str | Path | None = None, context: int | None = None
-) -> tuple[int, int]:
+def sizes(name: str, *, data_dir: str | Path | None = None, context: int | None = None) -> tuple[int, int]:
     """How many (training, validation) samples `load` would give, without reading images.
 
     `context` is tokens a sample; only `text` needs it. Raises DatasetError.
@@ -140,16 +138,13 @@ def _check_name(name: str, data_dir: str | Path | None) -> None:
         raise DatasetError(f"dataset must be one of {', '.join(NAMES)}, got {name!r}{hint}")
     if data_dir is not None and name != "digits":
         raise DatasetError(
-            f"data_dir goes with the dataset 'digits' only, got {str(data_dir)!r} for {name!r}: "
-            "leave it out"
+            f"data_dir goes with the dataset 'digits' only, got {str(data_dir)!r} for {name!r}: leave it out"
         )
 
 
 def _check_kind(name: str, kind: str) -> None:
     if kind not in KINDS[name]:
-        raise DatasetError(
-            f"dataset {name!r} is for models that take {KINDS[name][0]}s, got {kind!r}"
-        )
+        raise DatasetError(f"dataset {name!r} is for models that take {KINDS[name][0]}s, got {kind!r}")
 
 
 def _check_context(context: int | None) -> int:
@@ -176,9 +171,7 @@ def _image_dataset(images: np.ndarray, labels: np.ndarray, num_train: int, sourc
     )
 
 
-def _token_dataset(
-    train: np.ndarray, validation: np.ndarray, num_classes: int, source: str
-) -> Dataset:
+def _token_dataset(train: np.ndarray, validation: np.ndarray, num_classes: int, source: str) -> Dataset:
     """Windows [num, context + 1] as inputs and, one further on, labels."""
 
     def cut(windows: np.ndarray, columns: slice) -> np.ndarray:
@@ -236,16 +229,12 @@ def _load_idx(data_dir: str | Path) -> Dataset:
         pixels = _read_idx(_find_idx(data_dir, part, "images"), 3)
         _check_idx_pair(part, pixels.shape, labels.shape)
         if labels.max() >= IMAGE_CLASSES:
-            raise DatasetError(
-                f"labels of digits must be 0 to 9, got {labels.max()} among the {part} labels"
-            )
+            raise DatasetError(f"labels of digits must be 0 to 9, got {labels.max()} among the {part} labels")
         images = pixels[:, None].astype(np.float32)
         images /= np.float32(255)
         _normalise(images, MNIST_MEAN, MNIST_STD)
         arrays |= {f"{part}_x": images, f"{part}_y": labels.astype(np.int64)}
-    return Dataset(
-        kind="image", num_classes=IMAGE_CLASSES, source=f"idx files in {data_dir}", **arrays
-    )
+    return Dataset(kind="image", num_classes=IMAGE_CLASSES, source=f"idx files in {data_dir}", **arrays)
 
 
 def _idx_count(data_dir: str | Path, part: str) -> int:
@@ -286,8 +275,7 @@ def _idx_shape(stream: BinaryIO, path: Path, dimensions: int) -> tuple[int, ...]
     header = stream.read(length)
     if len(header) < length:
         raise DatasetError(
-            f"{path} must start with {length} bytes of idx header, it ends after {len(header)}: "
-            "get the file again"
+            f"{path} must start with {length} bytes of idx header, it ends after {len(header)}: get the file again"
         )
     magic, *shape = struct.unpack(f">{1 + dimensions}I", header)
     if magic != 0x800 + dimensions:
@@ -354,12 +342,8 @@ def _split_text(context: int) -> tuple[np.ndarray, np.ndarray]:
     cut = int(len(codes) * TEXT_TRAIN_SHARE)
     width, longest = context + 1, len(codes) - cut - 1
     if context > longest:
-        raise DatasetError(
-            f"context must be at most {longest}, or 'text' has no validation sample; got {context}"
-        )
-    train, validation = (
-        half[: len(half) // width * width].reshape(-1, width) for half in (codes[:cut], codes[cut:])
-    )
+        raise DatasetError(f"context must be at most {longest}, or 'text' has no validation sample; got {context}")
+    train, validation = (half[: len(half) // width * width].reshape(-1, width) for half in (codes[:cut], codes[cut:]))
     return train, validation
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Job:
         bounds = [0]
         for size in self.spec.split:
             bounds.append(bounds[-1] + size)
-        return [self.layers[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [self.layers[a:b] for a, b in itertools.pairwise(bounds)]
 
 
 def applies(setting: str, mode: str, model: str) -> bool:
@@ -83,7 +84,9 @@ def prepare(spec: Spec) -> Job:
         defaults["dataset"] = MODEL_DATASETS[spec.model][0]
     spec = spec.with_(**defaults)
     if spec.dataset not in MODEL_DATASETS[spec.model]:
-        raise SpecError("dataset_of_model", "dataset", spec.dataset, suggest=MODEL_DATASETS[spec.model], model=spec.model)
+        raise SpecError(
+            "dataset_of_model", "dataset", spec.dataset, suggest=MODEL_DATASETS[spec.model], model=spec.model
+        )
     if spec.data_dir is not None and spec.dataset != "digits":
         raise SpecError("does_not_apply", "data_dir", spec.data_dir, to=f"the dataset {spec.dataset}")
     if spec.heads is not None and spec.hidden % spec.heads:
@@ -150,11 +153,15 @@ def _data_sizes(spec: Spec) -> tuple[int, int, int]:
 
 def _check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
     if spec.mode == "single" and spec.devices != 1:
-        raise SpecError("devices_of_mode", "devices", spec.devices, suggest=[1], mode="single", wanted="exactly 1 device")
+        raise SpecError(
+            "devices_of_mode", "devices", spec.devices, suggest=[1], mode="single", wanted="exactly 1 device"
+        )
     if spec.mode not in STAGE_MODES:
         return spec
     if spec.devices > len(layers):
-        raise SpecError("too_many_stages", "devices", spec.devices, suggest=[len(layers)], model=spec.model, layers=len(layers))
+        raise SpecError(
+            "too_many_stages", "devices", spec.devices, suggest=[len(layers)], model=spec.model, layers=len(layers)
+        )
     balanced = balance([float(layer.flops) for layer in layers], spec.devices)
     if spec.split is None:
         spec = spec.with_(split=balanced)
@@ -175,7 +182,9 @@ def _check_microbatches(spec: Spec) -> Spec:
         spec = spec.with_(microbatches=(roomy or enough or [batch])[0 if roomy else -1])
     count = spec.microbatches
     if batch % count:
-        raise SpecError("batch_by_microbatches", "microbatches", count, suggest=nearest(enough or divisors, count), batch=batch)
+        raise SpecError(
+            "batch_by_microbatches", "microbatches", count, suggest=nearest(enough or divisors, count), batch=batch
+        )
     if spec.schedule == "1f1b" and count < stages:
         good = nearest(enough, count)
         raise SpecError("too_few_microbatches", "microbatches", count, suggest=good, schedule="1f1b", stages=stages)

@@ -8,6 +8,7 @@ arXiv:2001.08361, section 2.1).
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -48,7 +49,9 @@ def _conv(name: str, inputs: int, outputs: int, side: int) -> Layer:
     """A 5x5 convolution without padding, ReLU and a 2x2 max pool, on a side x side image."""
     after = side - 4
     pooled = after // 2
-    saved = FP32 * (inputs * side**2 + outputs * after**2) + 8 * outputs * pooled**2  # input, ReLU's output, pool indices
+    saved = (
+        FP32 * (inputs * side**2 + outputs * after**2) + 8 * outputs * pooled**2
+    )  # input, ReLU's output, pool indices
     return Layer(
         name,
         (("weight", (outputs, inputs, 5, 5)), ("bias", (outputs,))),
@@ -75,7 +78,7 @@ def _cnn(classes: int) -> tuple[Layer, ...]:
 
 def _mlp(layers: int, hidden: int, classes: int) -> tuple[Layer, ...]:
     widths = [784] + [hidden] * layers
-    hidden_layers = [_linear(f"fc{i + 1}", a, b, relu=True) for i, (a, b) in enumerate(zip(widths, widths[1:], strict=False))]
+    hidden_layers = [_linear(f"fc{i + 1}", a, b, relu=True) for i, (a, b) in enumerate(itertools.pairwise(widths))]
     return (*hidden_layers, _linear("out", hidden, classes, relu=False))
 
 

@@ -6,6 +6,7 @@ the code. What is not set stays `None` and is filled by `resolve`, from the mode
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import types
@@ -69,6 +70,9 @@ RULES = {
     "simulation_only": "The machine {value} is for simulation only.",
     "bad_fault": "A fault reads KIND@RANK:STEP or slow@RANK:STEP:SECONDS with KIND one of {kinds}; it is {value}.",
     "no_run": "There is no run with the id {value}.",
+    "not_recorded": "The run {value} has no timeline: it has not ended, or nothing was recorded.",
+    "cannot_write": "The file given as {setting} cannot be written: {value}.",
+    "command_line": "The command line is not right: {value}. See --help.",
     "bad_run_id": "A run id is letters, digits, dashes and underscores; {value} is not.",
 }
 
@@ -81,7 +85,9 @@ DEVICES = ("auto", "cpu", "cuda")
 FAULTS = ("raise", "exit", "kill", "slow", "gradient")
 
 
-def _setting(default: Any, help: str, *, choices: tuple = (), low: float | None = None, high: float | None = None) -> Any:
+def _setting(
+    default: Any, help: str, *, choices: tuple = (), low: float | None = None, high: float | None = None
+) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
 
 
@@ -112,7 +118,9 @@ class Spec:
     device: str = _setting("auto", "where a real run computes", choices=DEVICES)
     parity_steps: int = _setting(3, "first steps compared with one device", low=0, high=1000)
     record: bool = _setting(True, "record every op of a real run")
-    fault: str | None = _setting(None, "break a run on purpose: raise@1:3, exit@1:3, kill@1:3, slow@1:3:0.2, gradient@1:2")
+    fault: str | None = _setting(
+        None, "break a run on purpose: raise@1:3, exit@1:3, kill@1:3, slow@1:3:0.2, gradient@1:2"
+    )
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -182,6 +190,7 @@ def closest(name: str, known: typing.Iterable[str]) -> list[str]:
     return near or (known if len(known) <= 12 else [])
 
 
+@functools.cache  # resolving the hints takes milliseconds, and a Spec asks for each of its fields
 def type_of(f: Any) -> tuple[type, bool]:
     """The plain type of a field (int, float, str, bool or tuple), and whether it may be None."""
     hint = typing.get_type_hints(Spec)[f.name]
@@ -191,7 +200,13 @@ def type_of(f: Any) -> tuple[type, bool]:
     return (tuple if typing.get_origin(hint) is tuple else hint), optional
 
 
-WANTED = {int: "a whole number", float: "a number", str: "text", bool: "true or false", tuple: "whole numbers like 2,1,1"}
+WANTED = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    tuple: "whole numbers like 2,1,1",
+}
 
 
 def parse_text(f: Any, text: str) -> Any:

@@ -38,7 +38,13 @@ class Machine:
 
 def _catalogue() -> dict[str, Machine]:
     unit = Machine(
-        name="unit", flop_rate=math.inf, memory_rate=math.inf, op_overhead=0.0, link_latency=0.0, link_rate=math.inf, unit=True
+        name="unit",
+        flop_rate=math.inf,
+        memory_rate=math.inf,
+        op_overhead=0.0,
+        link_latency=0.0,
+        link_rate=math.inf,
+        unit=True,
     )
     # One core of a small cloud machine and gloo over loopback, measured by bench/local_rates.py.
     local = Machine(
@@ -53,8 +59,12 @@ def _catalogue() -> dict[str, Machine]:
     # NVIDIA A100 and H100 SXM data sheets: TF32 peak 156 and 495 TFLOP/s, of which a good matmul reaches about 60 %
     # (Narayanan et al. 2021, arXiv:2104.04473, table 1, reports 44 to 52 % of peak for whole steps); memory 2.0 and
     # 3.35 TB/s; NVLink 300 and 450 GB/s in one direction.
-    a100 = Machine(name="a100", flop_rate=94e12, memory_rate=1.7e12, op_overhead=5e-6, link_latency=5e-6, link_rate=240e9)
-    h100 = Machine(name="h100", flop_rate=297e12, memory_rate=2.8e12, op_overhead=4e-6, link_latency=5e-6, link_rate=360e9)
+    a100 = Machine(
+        name="a100", flop_rate=94e12, memory_rate=1.7e12, op_overhead=5e-6, link_latency=5e-6, link_rate=240e9
+    )
+    h100 = Machine(
+        name="h100", flop_rate=297e12, memory_rate=2.8e12, op_overhead=4e-6, link_latency=5e-6, link_rate=360e9
+    )
     return {m.name: m for m in (local, a100, h100, unit)}
 
 

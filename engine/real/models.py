@@ -61,9 +61,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         n, c, h = x.shape
-        q, k, v = (
-            part.view(n, c, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).split(h, dim=-1)
-        )
+        q, k, v = (part.view(n, c, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).split(h, dim=-1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(mixed.transpose(1, 2).reshape(n, c, h))
         return x + self.down(F.gelu(self.up(self.norm2(x))))

@@ -25,6 +25,7 @@ from engine.timeline import NONE, Span
 # Starting and stopping the profiler takes about 1 ms, so it runs over whole steps for at least this long.
 WINDOW = 0.25  # seconds
 
+# Bytes of an item, by the name that the profiler gives its type.
 ITEM_BYTES = {
     "float": 4, "double": 8, "int": 4, "long": 8, "long int": 8, "unsigned char": 1, "signed char": 1, "bool": 1,
     "c10::Half": 2, "c10::BFloat16": 2, "short": 2, "char": 1,
@@ -43,20 +44,19 @@ class Event(NamedTuple):
 class Recorder:
     """Spans of one process, appended to `path` at the end of a window. With `enabled` false, nothing is kept.
 
-    `label(events)` is the mode's word on what a step's collectives are: it turns them into (axis, payload) pairs.
+    `label(kind)` is the mode's word on what its collectives are: all_reduce -> (axis dp, payload gradient).
     Messages are labelled by `message`, which the code that issues them calls in the order in which it issues them.
     """
 
     def __init__(self, path: Path, rank: int, origin: int, *, enabled: bool = True):
         self.path, self.rank, self.origin, self.enabled = path, rank, origin, enabled
         self.label: Callable[[str], tuple[str, str]] = lambda kind: ("dp", "gradient")
-        self.coordinate = rank
         self.recording = False
         self.doing = ""  # in words, for the report of an error
         self._profiling = False
         self._window_began = 0.0
         self._steps: list[tuple[int, int, int]] = []  # step, begin, end (ns)
-        self._marks: list[tuple] = []
+        self._marks: list[Span] = []
         self._passes: list[Pass] = []
         self._messages: list[tuple[int, Op]] = []
         self._config = ProfilerConfig(ProfilerState.KINETO, True, False, False, False, False, _ExperimentalConfig())
@@ -88,23 +88,35 @@ class Recorder:
             self.flush()
 
     @contextmanager
-    def span(self, kind: str, *, stage: int = NONE, microbatch: int = NONE, part: str = "", payload: str = "",
-             rank: int | None = None, size: int = 0) -> Iterator[None]:  # fmt: skip
+    def span(self, kind: str, *, payload: str = "", part: str = "", **where: int) -> Iterator[None]:
+        """Mark what the body does; `where` is what `mark` takes: stage, microbatch, rank."""
         self.doing = " ".join(word for word in (kind, payload, part) if word)
         begun = self.now()
         try:
             yield
         finally:
-            self.mark(kind, begun, self.now(), stage=stage, microbatch=microbatch, part=part, payload=payload, rank=rank,
-                      size=size)  # fmt: skip
+            self.mark(kind, begun, self.now(), payload=payload, part=part, **where)
 
-    def mark(self, kind: str, start: int, end: int, *, stage: int = NONE, microbatch: int = NONE, part: str = "",
-             payload: str = "", rank: int | None = None, size: int = 0, axis: str = "") -> None:  # fmt: skip
+    def mark(
+        self,
+        kind: str,
+        start: int,
+        end: int,
+        *,
+        stage: int = NONE,
+        microbatch: int = NONE,
+        part: str = "",
+        payload: str = "",
+        rank: int | None = None,
+        size: int = 0,
+        axis: str = "",
+    ) -> None:
         """A span from `start` to `end` (ns) that this code itself measured; `axis` makes it a collective."""
         if self.recording:
             rank = self.rank if rank is None else rank
-            self._marks.append((rank, axis or "compute", kind, self._step, start, end, stage, microbatch, part, payload,
-                                axis, NONE, size))  # fmt: skip
+            lane = axis or "compute"
+            key = (stage, microbatch, part, payload)
+            self._marks.append(Span(rank, lane, kind, self._step, start, end, *key, axis, NONE, size))
 
     def message(self, kind: str, *, stage: int, microbatch: int, payload: str, peer: int, size: int) -> None:
         """A send or receive is about to be issued to the coordinate `peer` of axis pp."""
@@ -126,34 +138,39 @@ class Recorder:
         seen = _disable_profiler().events()
         self._profiling = False
         events = sorted((e for e in map(_communication, seen) if e), key=lambda e: e.start)
-        lines = [*map(self._line, self._marks), *(self._line(row) for row in self._label(events))]
         with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(lines)
-        self._steps.clear(), self._marks.clear(), self._messages.clear()
+            file.writelines(self._line(span) for span in (*self._marks, *self._label(events)))
+        self._steps.clear()
+        self._marks.clear()
+        self._messages.clear()
 
-    def _line(self, row: tuple) -> str:
+    def _line(self, span: Span) -> str:
         """Seconds since the run began: subtracted as integers, since Unix time in ns does not fit a float."""
-        values = Span(*row)
-        shifted = values._replace(start=(values.start - self.origin) / 1e9, end=(values.end - self.origin) / 1e9)
+        shifted = span._replace(start=(span.start - self.origin) / 1e9, end=(span.end - self.origin) / 1e9)
         return json.dumps(shifted, separators=(",", ":")) + "\n"
 
-    def _label(self, events: list[Event]) -> Iterator[tuple]:
+    def _label(self, events: list[Event]) -> Iterator[Span]:
         """Give every event that began inside a step its step and what it was; others (checks, barriers) are dropped."""
         for step, begin, end in self._steps:
-            inside = [e for e in events if begin <= e.start <= end]
             issued = {k: deque(op for s, op in self._messages if s == step and op.kind == k) for k in ("send", "recv")}
-            for event in inside:
+            for event in events:
+                if not begin <= event.start <= end:
+                    continue
+                where = (step, event.start, event.end)
                 if event.kind in issued:
-                    op = issued[event.kind].popleft() if issued[event.kind] else Op(kind=event.kind, axis="pp", peer=NONE)
-                    lane = lane_of(op, self.coordinate)
-                    stage = NONE if op.stage is None else op.stage
-                    microbatch = NONE if op.microbatch is None else op.microbatch
-                    yield (self.rank, lane, op.kind, step, event.start, event.end, stage, microbatch, op.part, op.payload,
-                           op.axis, op.peer, event.bytes)  # fmt: skip
+                    # One that nobody announced keeps no stage and no peer, and so matches no planned op.
+                    queue = issued[event.kind]
+                    op = queue.popleft() if queue else Op(kind=event.kind, axis="pp", peer=NONE)
+                    key = (_or_none(op.stage), _or_none(op.microbatch), op.part, op.payload)
+                    lane = lane_of(op, self.rank)
+                    yield Span(self.rank, lane, op.kind, *where, *key, op.axis, op.peer, event.bytes)
                 else:
                     axis, payload = self.label(event.kind)
-                    yield (self.rank, axis, event.kind, step, event.start, event.end, NONE, NONE, "", payload, axis, NONE,
-                           event.bytes)  # fmt: skip
+                    yield Span(self.rank, axis, event.kind, *where, NONE, NONE, "", payload, axis, NONE, event.bytes)
+
+
+def _or_none(value: int | None) -> int:
+    return NONE if value is None else value
 
 
 class Pass:
@@ -202,6 +219,10 @@ def _communication(event) -> Event | None:
     backend, _, kind = name.partition(":")
     if backend not in ("gloo", "nccl") or kind == "barrier":
         return None
-    sizes = [math.prod(shape) * ITEM_BYTES[kind_] for shape, kind_ in zip(event.shapes(), event.dtypes(), strict=False) if shape]
+    sizes = [
+        math.prod(shape) * ITEM_BYTES[kind_]
+        for shape, kind_ in zip(event.shapes(), event.dtypes(), strict=False)
+        if shape
+    ]
     start = event.start_ns()
     return Event(kind, start, start + event.duration_ns(), sum(sizes))

@@ -31,8 +31,16 @@ from engine.spec import Fault, Spec, parse_fault
 TIMEOUT = timedelta(seconds=60)
 
 
-def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") -> None:
-    """Train. Raises what went wrong, with the attributes `step` and `op` set to where."""
+# A process group is never destroyed: the process ends instead. Its destructor joins gloo's threads while it holds the
+# interpreter lock, and a thread that is just then letting go of a Python tensor waits for that lock: for ever.
+_KEPT: list[Training] = []
+
+
+def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") -> Training:
+    """Train. Raises what went wrong, with the attributes `step` and `op` set to where.
+
+    The caller ends the process with os._exit, without finalisers (see `_KEPT`).
+    """
     folder = Path(run_dir)
     job = prepare(Spec.from_dict(json.loads((folder / "spec.json").read_text())))
     device = _device(job, rank)
@@ -61,8 +69,9 @@ def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") 
         error.step, error.op = step, recorder.doing
         recorder.flush()
         raise
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    # Kept by the caller until the process ends. Collected, DDP's reducer would take the last reference to the process
+    # group, whose destructor joins gloo's threads while it holds the GIL that they wait for: a deadlock, now and then.
+    return training
 
 
 def _device(job: Job, rank: int) -> torch.device:
@@ -164,4 +173,8 @@ def _validate(job: Job, place: Place, training: Training) -> None:
 
 
 if __name__ == "__main__":
-    work(sys.argv[1], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), rendezvous="env")
+    kept = work(sys.argv[1], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), rendezvous="env")
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(0)
+    sys.stdout.flush()
+    os._exit(0)

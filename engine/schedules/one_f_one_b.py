@@ -7,11 +7,12 @@ from engine.schedules import Action
 
 
 def order(num_stages: int, num_microbatches: int) -> list[list[Action]]:
-    return [_stage(min(num_microbatches, num_stages - stage), num_microbatches) for stage in range(num_stages)]
+    forward = [Action("forward", m) for m in range(num_microbatches)]
+    backward = [Action("backward", m) for m in range(num_microbatches)]
+    return [_stage(min(num_microbatches, num_stages - stage), forward, backward) for stage in range(num_stages)]
 
 
-def _stage(warmup: int, num_microbatches: int) -> list[Action]:
-    actions = [Action("forward", m) for m in range(warmup)]
-    for m in range(num_microbatches - warmup):
-        actions += [Action("backward", m), Action("forward", warmup + m)]
-    return actions + [Action("backward", m) for m in range(num_microbatches - warmup, num_microbatches)]
+def _stage(warmup: int, forward: list[Action], backward: list[Action]) -> list[Action]:
+    in_turn = zip(backward, forward[warmup:], strict=False)
+    steady = [action for pair in in_turn for action in pair]
+    return forward[:warmup] + steady + backward[len(forward) - warmup :]

@@ -1,4 +1,4 @@
-"""A job under nn.DataParallel -> its plan: scatter, replicate, parallel apply, gather; then gradients back to device 0."""
+"""A job under nn.DataParallel -> its plan: scatter, replicate, parallel apply, gather; gradients back to device 0."""
 
 from engine import chain
 from engine.job import Job
@@ -9,14 +9,16 @@ def plan(job: Job, step: int) -> Plan:
     devices = job.spec.devices
     first = Program(_ops(job, master=True), tuple(range(len(job.layers))), chain.standing_memory(job.layers, job.spec))
     weights = sum(layer.param_bytes for layer in job.layers)
-    replica = Program(_ops(job, master=False), tuple(range(len(job.layers))), {"parameters": weights, "gradients": weights})
+    replica = Program(
+        _ops(job, master=False), tuple(range(len(job.layers))), {"parameters": weights, "gradients": weights}
+    )
     programs = (first, replica) if devices > 1 else (first,)
     roles = (0,) + (1,) * (devices - 1)
     return Plan(Mesh(("dp",), (devices,)), programs, roles, tuple(layer.name for layer in job.layers))
 
 
 def _ops(job: Job, *, master: bool) -> tuple[Op, ...]:
-    """Collectives are rooted at device 0 and carry the whole tensor's bytes: `scatter` the batch, `gather` the outputs."""
+    """Collectives are rooted at device 0 and count the whole tensor's bytes: of the batch scattered, of all outputs."""
     inputs = (job.sample_bytes - _target_bytes(job)) * job.spec.global_batch
     outputs = job.layers[-1].output_bytes * job.spec.global_batch
     weights = sum(layer.param_bytes for layer in job.layers)
@@ -44,5 +46,3 @@ def _target_bytes(job: Job) -> int:
 
 def _move(kind: str, part: str, payload: str, size: int) -> Op:
     return Op(kind=kind, part=part, payload=payload, axis="dp", bytes=size)
-
-

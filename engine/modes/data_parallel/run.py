@@ -57,7 +57,9 @@ class Threads:
         with recorder.span("forward", stage=0, microbatch=0, part="loss"):
             loss = models.loss_of(gathered.requires_grad_(), targets)
             loss.backward()
-        gradients = self._move("scatter", "output gradients", "gradient", size, lambda: _cut(gathered.grad, self.devices))
+        gradients = self._move(
+            "scatter", "output gradients", "gradient", size, lambda: _cut(gathered.grad, self.devices)
+        )
         list(self.pool.map(lambda r, o, g: r.backward(o, g), self.replicas, outputs, gradients))
         self._move("reduce", "gradients", "gradient", weights, self._reduce)
         return loss.item()

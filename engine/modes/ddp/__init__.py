@@ -13,5 +13,5 @@ LESSON = Lesson(
         "Every rank takes the same optimizer step, so the replicas stay equal.",
     ),
     use="The model fits on one device, and you want more samples a second.",
-    limits="Each rank keeps everything: weights, gradients, optimizer state. The network must carry all gradients once a step.",
+    limits="Each rank keeps everything: weights, gradients, optimizer state. All gradients travel once a step.",
 )

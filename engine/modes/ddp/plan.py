@@ -38,5 +38,3 @@ def _all_reduce(bucket: int, size: int) -> Op:
 
 def _control(part: str, size: int) -> Op:
     return Op(kind="broadcast", part=part, payload="control", axis="dp", bytes=size)
-
-

@@ -35,4 +35,13 @@ def _ops(job: Job, stage: int) -> tuple[Op, ...]:
 
 
 def _message(kind: str, payload: str, stage: int, peer: int, size: int) -> Op:
-    return Op(kind=kind, stage=stage, microbatch=0, payload=payload, axis="pp", peer=peer, bytes=size, asynchronous=kind == "send")
+    return Op(
+        kind=kind,
+        stage=stage,
+        microbatch=0,
+        payload=payload,
+        axis="pp",
+        peer=peer,
+        bytes=size,
+        asynchronous=kind == "send",
+    )

@@ -4,7 +4,7 @@ from engine.modes import Lesson
 
 LESSON = Lesson(
     title="Pipeline parallel",
-    idea="The model is cut into stages, one a device; the batch is cut into microbatches that follow each other through them.",
+    idea="The model is cut into stages, one a device; its microbatches follow each other through them.",
     steps=(
         "The model is split into stages, one a device.",
         "The batch is cut into microbatches.",
@@ -12,6 +12,6 @@ LESSON = Lesson(
         "Gradients travel back, microbatch by microbatch, and add up in each stage.",
         "When all microbatches are done, each stage updates its own weights.",
     ),
-    use="The model does not fit on one device, and the links between devices are slow: only activations at the cuts travel.",
+    use="The model does not fit on one device, and links are slow: only activations at the cuts travel.",
     limits="Filling and draining leave a bubble: (P-1)/(M+P-1) of the time with P stages and M microbatches.",
 )

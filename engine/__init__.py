@@ -1,0 +1,37 @@
+"""Lockstep's engine: what a training on many devices will do (`simulate`), and that training for real (`start`).
+
+    >>> import engine
+    >>> engine.simulate(engine.Spec(mode="pipeline", devices=4, machine="unit")).step_time
+    33.0
+    >>> handle = engine.start(engine.Spec(mode="ddp", devices=2, steps=5))
+    >>> handle.result()["parity"]["ok"]
+    True
+
+Nothing here imports torch; the processes that train do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engine.spec import Spec, SpecError
+
+if TYPE_CHECKING:
+    from engine.launch import Handle
+    from engine.predict import Prediction
+
+__all__ = ["Spec", "SpecError", "simulate", "start"]
+
+
+def simulate(spec: Spec) -> Prediction:
+    """Predict one step. `.summary()` has the numbers, `.timeline` every op of every rank."""
+    from engine.predict import predict
+
+    return predict(spec)
+
+
+def start(spec: Spec, **options: Any) -> Handle:
+    """Train for real, in processes of their own; returns at once. The handle has `poll()`, `stop()`, `result()`."""
+    from engine.launch import start
+
+    return start(spec, **options)

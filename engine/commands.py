@@ -1,0 +1,185 @@
+"""Parsed arguments -> the work of one subcommand, printed as a table or as JSON; the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import engine
+from engine import archive, export, modes, notation, tables
+from engine.job import count_gpus, prepare
+from engine.launch import LauncherError, open_handle, start
+from engine.spec import MODES, Spec, SpecError
+from engine.timeline import Timeline
+
+FORMATS = {"perfetto": ".trace.json", "html": ".html", "csv": ".csv"}
+
+
+def spec_of(arguments: argparse.Namespace) -> Spec:
+    """The spec file's settings, if there is one, under those given as options."""
+    base = Spec.from_file(arguments.spec) if arguments.spec else Spec()
+    names = [f.name for f in dataclasses.fields(Spec)]
+    given = {name: value for name in names if (value := getattr(arguments, "set_" + name)) is not None}
+    asked = Spec.from_params(given)
+    return base.with_(**{name: getattr(asked, name) for name in given})
+
+
+def show_modes(arguments: argparse.Namespace) -> int:
+    """List the parallelisms, what each does and where it ends"""
+    lessons = {mode: modes.lesson(mode) for mode in MODES}
+    if arguments.json:
+        return _print_json({"modes": {mode: dataclasses.asdict(lesson) for mode, lesson in lessons.items()}})
+    for mode, lesson in lessons.items():
+        print(tables.lesson(mode, lesson))
+    return 0
+
+
+def simulate(arguments: argparse.Namespace) -> int:
+    """Predict one step: time, bubble, communication, memory"""
+    prediction = engine.simulate(spec_of(arguments))
+    if arguments.plan:
+        print(notation.format_plan(prediction.plan))
+        return 0
+    summary = prediction.summary()
+    if arguments.json:
+        return _print_json(summary | {"spec": prediction.job.spec.to_dict()})
+    print(tables.prediction(summary))
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train for real, in one process a device, and compare with the prediction"""
+    handle = start(spec_of(arguments), runs_dir=arguments.runs_dir or archive.RUNS)
+    signal.signal(signal.SIGTERM, lambda *_: handle.stop())
+    try:
+        tables.follow(handle, show=not arguments.json)
+    except KeyboardInterrupt:
+        handle.stop()
+    try:
+        result = handle.result()
+    except LauncherError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if arguments.json:
+        _print_json(result)
+    else:
+        print(tables.result(result, handle.run_dir))
+    return 0 if result.get("status") == "finished" else 1
+
+
+def list_runs(arguments: argparse.Namespace) -> int:
+    """List the runs there are, newest first"""
+    runs = archive.list_runs(arguments.runs_dir or archive.RUNS)
+    if arguments.json:
+        return _print_json({"runs": runs})
+    print(tables.runs(runs))
+    return 0
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Show one run: its state, its numbers, its proof"""
+    handle = open_handle(_run_id(arguments), arguments.runs_dir or archive.RUNS)
+    if arguments.plan:
+        print(notation.format_plan(modes.plan(prepare(archive.read_spec(handle.run_dir)))))
+        return 0
+    result = archive.read_result(handle.run_dir)
+    if result is None:
+        status = archive.read_status(handle.run_dir)
+        return _print_json(status) if arguments.json else print(tables.status(status)) or 0
+    if arguments.json:
+        return _print_json(result)
+    print(tables.result(result, handle.run_dir))
+    return 0
+
+
+def export_run(arguments: argparse.Namespace) -> int:
+    """Write a run as a Perfetto trace, a page that plays offline, or a CSV of its spans"""
+    folder = open_handle(_run_id(arguments), arguments.runs_dir or archive.RUNS).run_dir
+    if arguments.format not in FORMATS:
+        raise SpecError("unknown_name", "format", arguments.format, suggest=FORMATS)
+    output = Path(arguments.output or folder.name + FORMATS[arguments.format])
+    if not (folder / "timeline.parquet").exists():
+        raise SpecError("not_recorded", "run_id", folder.name)
+    try:
+        if arguments.format == "html":
+            # The picture is drawn by viz, which stands above the engine: so it is asked from outside.
+            words = [sys.executable, "-m", "viz.export", str(folder), "--output", str(output)]
+            subprocess.run([*words, "--language", arguments.language], check=True, cwd=archive.RUNS.parent)
+        else:
+            timeline = Timeline.load(folder / "timeline.parquet")
+            write = {"perfetto": export.to_perfetto, "csv": export.to_csv}[arguments.format]
+            output.write_text(write(timeline), encoding="utf-8")
+    except OSError as error:
+        raise SpecError("cannot_write", "output", f"{output}: {error.strerror}") from None
+    except subprocess.CalledProcessError as error:
+        return error.returncode
+    size = output.stat().st_size
+    if arguments.json:
+        return _print_json({"run_id": folder.name, "format": arguments.format, "output": str(output), "bytes": size})
+    print(f"{output}  {tables.size(size)}")
+    return 0
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Check that this machine can run trainings, by running one"""
+    wanted = ("torch", "streamlit", "plotly", "networkx", "numpy", "pyarrow", "pytest")
+    report: dict[str, Any] = {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in wanted},
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpus": count_gpus(),
+    }
+    try:
+        spec = Spec(mode="ddp", devices=2, model="mlp", dataset="synthetic", steps=3, device="cpu")
+        result = start(spec, runs_dir=archive.RUNS).result(timeout=120)
+        archive.delete_run(archive.RUNS, result["run_id"])
+        checks = {"run": result["status"] == "finished", "parity": result["parity"]["ok"]}
+        report["checks"] = checks | {"conformance": result["conformance"]["ok"]}
+        report["error"] = result["error"]
+    except (LauncherError, TimeoutError) as error:
+        report |= {"checks": {"run": False}, "error": {"message": str(error)}}
+    report["ok"] = all(report["checks"].values())
+    print(json.dumps(report)) if arguments.json else print(tables.doctor(report))
+    return 0 if report["ok"] else 1
+
+
+COMMANDS = {
+    "modes": show_modes,
+    "simulate": simulate,
+    "run": run,
+    "runs": list_runs,
+    "show": show,
+    "export": export_run,
+    "doctor": doctor,
+}
+
+
+def _run_id(arguments: argparse.Namespace) -> str:
+    if arguments.run_id != "last":
+        return arguments.run_id
+    runs = archive.list_runs(arguments.runs_dir or archive.RUNS)
+    if not runs:
+        raise SpecError("no_run", "run_id", "last")
+    return runs[0]["run_id"]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _print_json(value: dict) -> int:
+    """One object, always valid JSON: a number that is not finite would be an error here, not a NaN there."""
+    print(json.dumps(value, allow_nan=False))
+    return 0

@@ -1,0 +1,146 @@
+"""A run folder whose workers have ended -> timeline.parquet and result.json: measured, proven, and as predicted."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from engine import modes
+from engine.analyse import bubble_fraction, exposed_communication_fraction
+from engine.archive import read_json, read_status, read_steps, write_json
+from engine.conform import conform
+from engine.job import Job, prepare
+from engine.modes import FIRST_STEADY_STEP
+from engine.predict import predict
+from engine.spec import Spec
+from engine.timeline import NONE, Span, Timeline
+
+
+def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Read what the workers left, write the timeline and the result, return the result.
+
+    `state` is finished, stopped or failed. A run that ended early gets the same result from the steps that it did.
+    """
+    folder = Path(run_dir)
+    job = prepare(Spec.from_dict(read_json(folder / "spec.json")))
+    steps = [read_steps(folder, rank) for rank in range(job.processes)]
+    done = min((len(rows) for rows in steps), default=0)
+    conformance, spans = _conformance(job, list(read_spans(folder, job.processes)), done)
+    timeline = Timeline.of(settle(spans), "measured", job.spec.devices)
+    timeline.save(folder / "timeline.parquet")
+    steady = range(min(FIRST_STEADY_STEP, max(done - 1, 0)), done)
+    step_time = median([_step_seconds(steps, s) for s in steady]) if done else None
+    spans_of = timeline.where((timeline["step"] >= steady.start) & (timeline["step"] < done))
+    validation = folder / "validation.json"
+    result = {
+        "run_id": folder.name,
+        "status": state,
+        "mode": job.spec.mode,
+        "devices": job.spec.devices,
+        "device_kind": job.spec.device,
+        "steps": done,
+        "total_steps": job.steps,
+        "warmup_steps": steady.start,
+        "step_time": step_time,
+        "predicted_step_time": predict(job.spec).step_time,
+        "samples_per_second": job.spec.global_batch / step_time if step_time else None,
+        "losses": [_mean(rows[s]["loss"] for rows in steps) for s in range(done)],
+        "validation_accuracy": read_json(validation)["accuracy"] if validation.exists() else None,
+        "parity": _parity(folder, job, state, done),
+        "conformance": conformance,
+        "peak_memory": _peak_memory(job, steps),
+        "bubble_fraction": bubble_fraction(spans_of) if len(spans_of) else None,
+        "exposed_communication_fraction": exposed_communication_fraction(spans_of) if len(spans_of) else None,
+        "wall_time": _wall_seconds(folder, steps),
+        "error": error,
+        "spec": job.spec.to_dict(),
+    }
+    write_json(folder / "result.json", result)
+    return result
+
+
+def read_spans(folder: Path, processes: int) -> Iterable[Span]:
+    """Every span that the workers wrote. A worker that was killed may leave half a line at the end of its file."""
+    for rank in range(processes):
+        path = folder / f"rank{rank}.jsonl"
+        if not path.exists():
+            continue
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        yield from (Span(*json.loads(line)) for line in lines if line.endswith("\n"))
+
+
+def settle(spans: list[Span]) -> list[Span]:
+    """Tell waiting from moving in a message: it moves from its send to the end of its receive.
+
+    A receive is entered early and waits for its sender; a send's end is seen only when somebody asks for it. The k-th
+    send from a to b in a step is the k-th receive there.
+    """
+    sends: dict[tuple, deque[int]] = defaultdict(deque)
+    for i in sorted(range(len(spans)), key=lambda i: spans[i].start):
+        if spans[i].kind == "send":
+            sends[spans[i].step, spans[i].rank, spans[i].peer].append(i)
+    settled = list(spans)
+    for i in sorted(range(len(spans)), key=lambda i: spans[i].start):
+        recv = spans[i]
+        queue = sends.get((recv.step, recv.peer, recv.rank)) if recv.kind == "recv" and recv.peer != NONE else None
+        if queue:
+            j = queue.popleft()
+            send = spans[j]
+            settled[i] = recv._replace(start=min(max(recv.start, send.start), recv.end))
+            settled[j] = send._replace(end=max(send.start, min(send.end, recv.end)))
+    return settled
+
+
+def _conformance(job: Job, spans: list[Span], done: int) -> tuple[dict[str, Any], list[Span]]:
+    if not job.spec.record:
+        nothing = {"ok": None, "planned": 0, "measured": 0, "matched": 0, "first_difference": None}
+        return nothing | {"reason": "recording was off"}, spans
+    if job.spec.device == "cuda" and job.spec.mode == "data_parallel":
+        nothing = {"ok": None, "planned": 0, "measured": len(spans), "matched": 0, "first_difference": None}
+        return nothing | {"reason": "on GPUs nn.DataParallel's own copies are not recorded"}, spans
+    # A worker that was killed keeps the spans of its last window to itself, so only steps seen on all ranks count.
+    seen: dict[int, set[int]] = defaultdict(set)
+    for span in spans:
+        seen[span.step].add(span.rank)
+    whole = [step for step in range(done) if len(seen[step]) == job.spec.devices]
+    report, joined = conform(spans, lambda step: modes.plan(job, step), whole)
+    return report | {"steps": len(whole), "reason": None if whole else "no step was recorded to its end"}, joined
+
+
+def _parity(folder: Path, job: Job, state: str, done: int) -> dict[str, Any]:
+    path = folder / "parity.json"
+    if path.exists():
+        return read_json(path)
+    asked = min(job.spec.parity_steps, job.steps)
+    reason = "parity-steps is 0" if not asked else f"the run {state} after {done} steps; parity needs {asked}"
+    keys = ("loss_max_abs_diff", "grad_max_rel_diff", "param_max_abs_diff", "tolerance")
+    return {"ok": None, **dict.fromkeys(keys), "reason": reason, "steps": 0}
+
+
+def _step_seconds(steps: list[list[dict]], step: int) -> float:
+    """From the first rank's start of a step to the last rank's end."""
+    return max(rows[step]["end"] for rows in steps) - min(rows[step]["start"] for rows in steps)
+
+
+def _mean(losses: Iterable[float | None]) -> float | None:
+    """The global loss: ranks that compute one see equally many samples. A loss that is not finite becomes None."""
+    known = [loss for loss in losses if loss is not None]
+    mean = sum(known) / len(known) if known else math.nan
+    return mean if math.isfinite(mean) else None
+
+
+def _peak_memory(job: Job, steps: list[list[dict]]) -> list[int | None]:
+    """Bytes, one a rank: on the CPU what the process grew by. nn.DataParallel's one process stands for each device."""
+    peaks = [max((row["memory"] for row in rows), default=None) for rows in steps]
+    return peaks if len(peaks) == job.spec.devices else peaks * job.spec.devices
+
+
+def _wall_seconds(folder: Path, steps: list[list[dict]]) -> float | None:
+    """From the request to the end of the last step."""
+    ends = [rows[-1]["end"] for rows in steps if rows]
+    return max(ends) - read_status(folder)["created"] if ends else None

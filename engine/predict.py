@@ -1,0 +1,58 @@
+"""A Spec -> a Prediction: its plan, simulated on its machine, and the numbers that sum it up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine import modes
+from engine.analyse import bubble_fraction, exposed_communication_fraction
+from engine.cost.machine import machine
+from engine.job import Job, prepare
+from engine.plan import Plan
+from engine.simulate import Simulation, simulate
+from engine.spec import Spec
+from engine.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One steady step of a job, predicted."""
+
+    job: Job
+    simulation: Simulation
+
+    @property
+    def plan(self) -> Plan:
+        return self.simulation.plan
+
+    @property
+    def timeline(self) -> Timeline:
+        return self.simulation.timeline
+
+    @property
+    def step_time(self) -> float:
+        return self.simulation.makespan
+
+    def summary(self) -> dict[str, Any]:
+        """Seconds and bytes; lists have one entry a rank."""
+        simulation, plan = self.simulation, self.plan
+        return {
+            "mode": self.job.spec.mode,
+            "devices": self.job.spec.devices,
+            "machine": self.job.spec.machine,
+            "step_time": self.step_time,
+            "samples_per_second": self.job.spec.global_batch / self.step_time if self.step_time else None,
+            "bubble_fraction": bubble_fraction(self.timeline),
+            "exposed_communication_fraction": exposed_communication_fraction(self.timeline),
+            "num_ops": sum(len(plan.program(rank).ops) for rank in range(plan.world_size)),
+            "peak_memory": simulation.per_rank(simulation.peak_memory),
+            "peak_in_flight": simulation.per_rank(simulation.peak_in_flight),
+            "bytes_sent": [round(sent) for sent in simulation.per_rank(simulation.bytes_sent)],
+        }
+
+
+def predict(spec: Spec) -> Prediction:
+    """Raises SpecError for a wrong setting."""
+    job = prepare(spec)
+    return Prediction(job, simulate(modes.plan(job), machine(job.spec.machine)))

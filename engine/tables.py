@@ -1,0 +1,184 @@
+"""Results as dictionaries -> tables and a progress bar for people at a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from engine import archive
+from engine.launch import Handle
+from engine.modes import Lesson
+
+BAR = 28  # characters
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(value) >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return "0 s" if value == 0 else f"{value / 1e-9:.3g} ns"
+
+
+def size(value: float | None) -> str:
+    if value is None:
+        return "-"
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(value) >= scale:
+            return f"{value / scale:.4g} {unit}"
+    return f"{value:.0f} B"
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def rows(pairs: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in pairs)
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in pairs)
+
+
+def each_rank(values: list, show) -> str:
+    """`0: 3 MB  1: 2 MB`; equal values are said once."""
+    if not values:
+        return "-"
+    if len(set(values)) == 1:
+        return show(values[0]) + (" on every rank" if len(values) > 1 else "")
+    shown = "  ".join(f"{rank}: {show(value)}" for rank, value in enumerate(values[:16]))
+    return shown + (f"  ... {len(values)} ranks" if len(values) > 16 else "")
+
+
+def lesson(mode: str, text: Lesson) -> str:
+    steps = "\n".join(f"    {i}. {step}" for i, step in enumerate(text.steps, 1))
+    return f"{mode}: {text.title}\n  {text.idea}\n{steps}\n  Use it when: {text.use}\n  Limits: {text.limits}\n"
+
+
+def prediction(summary: dict[str, Any]) -> str:
+    head = (
+        f"{summary['mode']} on {summary['devices']} devices, predicted for the machine {summary['machine']}, one step:"
+    )
+    return (
+        head
+        + "\n"
+        + rows(
+            [
+                ("step time", seconds(summary["step_time"])),
+                ("samples/s", "-" if summary["samples_per_second"] is None else f"{summary['samples_per_second']:.4g}"),
+                ("bubble", percent(summary["bubble_fraction"]) + " of ranks x step time is idle"),
+                ("exposed communication", percent(summary["exposed_communication_fraction"])),
+                ("ops", str(summary["num_ops"])),
+                ("peak memory", each_rank(summary["peak_memory"], size)),
+                (
+                    "in flight",
+                    each_rank(summary["peak_in_flight"], lambda n: f"{n} microbatches" if n != 1 else "1 microbatch"),
+                ),
+                ("sent", each_rank(summary["bytes_sent"], size)),
+            ]
+        )
+    )
+
+
+def result(values: dict[str, Any], run_dir: Path) -> str:
+    parity, conformance = values["parity"], values["conformance"]
+    step, predicted = values["step_time"], values["predicted_step_time"]
+    off = f" (predicted {seconds(predicted)}: {percent(predicted / step - 1)} off)" if step and predicted else ""
+    losses = [loss for loss in values["losses"] if loss is not None]
+    lines = [
+        ("run", f"{values['run_id']}  {values['status']}"),
+        ("steps", f"{values['steps']} of {values['total_steps']}"),
+        ("step time", seconds(step) + off),
+        ("samples/s", "-" if values["samples_per_second"] is None else f"{values['samples_per_second']:.4g}"),
+        ("loss", f"{losses[0]:.4f} -> {losses[-1]:.4f}" if losses else "-"),
+        ("validation accuracy", percent(values["validation_accuracy"])),
+        ("equals one device", _verdict(parity["ok"]) + _parity(parity)),
+        ("ops as planned", _verdict(conformance["ok"]) + _conformance(conformance)),
+        ("bubble", percent(values["bubble_fraction"])),
+        ("exposed communication", percent(values["exposed_communication_fraction"])),
+        ("peak memory", each_rank(values["peak_memory"], size)),
+        ("folder", str(run_dir)),
+    ]
+    head = f"{values['mode']} on {values['devices']} {values['device_kind']} devices"
+    return head + "\n" + rows(lines) + (f"\n{failure(values['error'])}" if values["error"] else "")
+
+
+def _verdict(ok: bool | None) -> str:
+    return "not checked" if ok is None else "yes" if ok else "NO"
+
+
+def _parity(parity: dict[str, Any]) -> str:
+    if parity["ok"] is None:
+        return f": {parity['reason']}"
+    allowed = parity["tolerance"]
+    parts = []
+    for name in ("loss_max_abs_diff", "grad_max_rel_diff", "param_max_abs_diff"):
+        value = "not finite" if parity[name] is None else f"{parity[name]:.1e}"
+        parts.append(f"{name.split('_')[0]} {value} <= {allowed[name]:.0e}")
+    reason = f"; {parity['reason']}" if parity["reason"] else ""
+    return f", first {parity['steps']} steps: {', '.join(parts)}{reason}"
+
+
+def _conformance(report: dict[str, Any]) -> str:
+    text = f", {report['matched']} of {report['planned']} planned ops measured"
+    if report.get("reason"):
+        text += f" ({report['reason']})"
+    if difference := report["first_difference"]:
+        text += (
+            f"; first difference on rank {difference['rank']}, step {difference['step']}: "
+            f"planned {difference['planned']}, measured {difference['measured']}"
+        )
+    return text
+
+
+def failure(error: dict[str, Any]) -> str:
+    where = "" if error.get("rank") is None else f"rank {error['rank']}"
+    where += "" if error.get("step") is None else f", step {error['step']}"
+    where += f", in {error['op']}" if error.get("op") else ""
+    return f"  error: {where}{': ' if where else ''}{error['message']}"
+
+
+def status(values: dict[str, Any]) -> str:
+    lines = [
+        ("run", f"{values['run_id']}  {values['state']}"),
+        ("mode", f"{values['mode']} on {values['devices']} devices"),
+    ]
+    return rows(lines) + (f"\n{failure(values['error'])}" if values["error"] else "")
+
+
+def runs(listed: list[dict[str, Any]]) -> str:
+    if not listed:
+        return "There are no runs yet. Make one: python -m engine run --mode ddp --devices 2"
+    lines = []
+    for one in listed:
+        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["created"])) if one.get("created") else "-"
+        what = f"{one.get('mode') or '-'} x {one.get('devices') or '-'}"
+        lines.append(f"{one['run_id']:<44} {made:<17} {what:<20} {one['state']}")
+    return f"{'run':<44} {'made':<17} {'mode':<20} state\n" + "\n".join(lines)
+
+
+def doctor(report: dict[str, Any]) -> str:
+    packages = ", ".join(f"{name} {version or 'MISSING'}" for name, version in report["packages"].items())
+    checks = ", ".join(f"{name} {'ok' if ok else 'FAILED'}" for name, ok in report["checks"].items())
+    lines = [("python", report["python"]), ("packages", packages), ("cores", str(report["cores"]))]
+    lines += [("gpus", str(report["gpus"])), ("ddp on 2 CPU ranks", checks)]
+    return rows(lines) + (f"\n{failure(report['error'])}" if report["error"] else "")
+
+
+def follow(handle: Handle, *, show: bool) -> None:
+    """Return when the run has ended; meanwhile, on a terminal, a progress bar on standard error."""
+    show = show and sys.stderr.isatty()
+    while True:
+        now = handle.poll()
+        if show:
+            done = BAR * now.step // max(1, now.total_steps)
+            loss = f"  loss {now.losses[-1]:.4f}" if now.losses and now.losses[-1] is not None else ""
+            speed = f"  {now.samples_per_second:.0f} samples/s" if now.samples_per_second else ""
+            bar = f"[{'#' * done}{'.' * (BAR - done)}] step {now.step}/{now.total_steps}{loss}{speed}"
+            print(f"\r{now.state:<9} {bar}\x1b[K", end="", file=sys.stderr, flush=True)
+        if now.state in archive.FINAL:
+            break
+        time.sleep(0.05)
+    if show:
+        print(file=sys.stderr)

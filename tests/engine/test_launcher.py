@@ -1,0 +1,490 @@
+"""Real processes, stub training: every way a run can end, and that nothing is left when it has.
+
+The launcher imports this file for `train` and `finish`, which do what `behaviour.json` beside the run folders says.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import archive
+from engine.job import Job, prepare
+from engine.launch import ROOT, Handle, Launcher, LauncherError, RankProgress, default_launcher, open_handle, start
+from engine.real.launcher import Child, find_error
+from engine.spec import Spec, SpecError
+
+OPTIONS = [
+    "--no-preload",
+    "--worker",
+    "tests.engine.test_launcher:train",
+    "--finish",
+    "tests.engine.test_launcher:finish",
+]
+STEP = 2  # at which a rank does what it is told to
+SOON = 10.0  # seconds; a limit for what takes milliseconds, on a busy machine
+
+# --- the stub: runs in the forked processes ---------------------------------------------------------------------------
+
+
+def train(run_dir: str, rank: int, world_size: int) -> None:
+    """Steps in lockstep: a rank begins a step when every rank has finished the one before, else it waits for ever."""
+    folder = Path(run_dir)
+    behaviour = read_behaviour(folder).get(str(rank), "")
+    with (folder / f"rank{rank}.steps.jsonl").open("a", encoding="utf-8") as file:
+        for step in range(archive.read_spec(folder).steps):
+            while any(len(archive.read_steps(folder, peer)) < step for peer in range(world_size)):
+                if behaviour == "tell" and (folder / "going").exists():
+                    raise ConnectionError("Connection closed by peer [127.0.0.1]:1234")
+                time.sleep(0.002)
+            if step == STEP:
+                act(behaviour, folder, world_size)
+            now = time.time()
+            file.write(json.dumps({"step": step, "start": now, "end": now, "loss": 1.0, "samples": 8}) + "\n")
+            file.flush()
+
+
+def act(behaviour: str, folder: Path, world_size: int) -> None:
+    if behaviour.startswith("late "):  # the peers see it going, and say so, before it has gone
+        (folder / "going").touch()
+        while sum(archive.read_error(folder, peer) is not None for peer in range(world_size)) < world_size - 1:
+            time.sleep(0.002)
+    match behaviour.removeprefix("late ").split():
+        case ["raise"]:
+            error = ValueError("this was meant")
+            error.step, error.op = STEP, "all_reduce"
+            raise error
+        case ["exit"]:
+            os._exit(3)
+        case ["signal", number]:
+            os.kill(os.getpid(), int(number))
+        case ["hang"]:
+            hang()
+        case ["deaf"]:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            hang()
+        case ["wait"]:
+            while not (folder.parent / "go").exists():
+                time.sleep(0.002)
+        case ["look"]:
+            archive.write_json(folder / "seen.json", look())
+
+
+def hang() -> None:
+    while True:
+        time.sleep(60)
+
+
+def look() -> dict[str, Any]:
+    """What a worker finds around it."""
+    print("printed", flush=True)
+    os.write(2, b"USDT: noise\nwritten\n")
+    # os.listdir's own descriptor is among them, and closed by now.
+    paths = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    links = [os.readlink(path) for path in paths if path.is_symlink()]
+    return {
+        "pipes": [link for link in links if link.startswith(("pipe:", "socket:", "anon_inode:"))],
+        "input": sys.stdin.read(),
+        "handlers": [signal.getsignal(n) == signal.SIG_DFL for n in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)],
+        "blocked": [int(n) for n in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        "threads": os.environ["OMP_NUM_THREADS"],
+    }
+
+
+def finish(run_dir: Path, state: str, error: dict | None) -> None:
+    if read_behaviour(Path(run_dir)).get("finish") == "raise":
+        raise ValueError("nowhere to write")
+    archive.write_json(Path(run_dir) / "result.json", {"state": state, "error": error})
+
+
+def read_behaviour(folder: Path) -> dict[str, str]:
+    return archive.read_json(folder.parent / "behaviour.json") or {}
+
+
+# --- help for the tests -----------------------------------------------------------------------------------------------
+
+
+def job_of(devices: int = 2, steps: int = 4) -> Job:
+    return prepare(Spec(mode="ddp", devices=devices, model="mlp", steps=steps, global_batch=12))
+
+
+def wait_for(what: Callable[[], Any], seconds: float = SOON) -> Any:
+    """The first true value of `what`."""
+    deadline = time.monotonic() + seconds
+    while not (value := what()):
+        assert time.monotonic() < deadline, "this did not come true in time"
+        time.sleep(0.005)
+    return value
+
+
+def living(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if archive.process_start(pid) is not None]
+
+
+def children_of(pid: int) -> list[int]:
+    """By proc(5): field 4 of /proc/PID/stat is the parent."""
+    children = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            children.append(int(entry))
+    return children
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Launcher]:
+    with Launcher(OPTIONS) as launcher:
+        launcher.warm()
+        yield launcher
+        assert children_of(launcher.pid) == [], "processes are left after all runs have ended"
+
+
+@pytest.fixture
+def run(shared, runs_dir) -> Callable[..., Handle]:
+    """Start a run whose ranks behave so, with the shared launcher."""
+
+    def run(behaviour: dict[Any, str] | None = None, **job: int) -> Handle:
+        archive.write_json(runs_dir / "behaviour.json", {str(k): v for k, v in (behaviour or {}).items()})
+        return shared.start(job_of(**job), runs_dir)
+
+    return run
+
+
+def begun(handle: Handle) -> list[int]:
+    """The pids of the workers, once every rank has come to the step at which it does what it is told to."""
+    wait_for(lambda: handle.poll().step >= STEP)
+    return wait_for(lambda: archive.read_status(handle.run_dir)["worker_pids"])
+
+
+# --- how runs end -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_succeeds(run):
+    handle = run(devices=3)
+    assert handle.result(SOON) == {"state": "finished", "error": None}
+    progress = handle.poll()
+    assert (progress.state, progress.step, progress.total_steps, progress.error) == ("finished", 4, 4, None)
+    assert progress.losses == (1.0,) * 4
+    assert progress.ranks == tuple(RankProgress(rank, 4, "finished") for rank in range(3))
+    assert handle.done and not living(archive.read_status(handle.run_dir)["worker_pids"])
+
+
+@pytest.mark.parametrize(
+    ("does", "message", "step", "op"),
+    [
+        ("raise", "ValueError: this was meant", STEP, "all_reduce"),
+        # Who said nothing was last seen when it finished a step.
+        ("exit", "rank 1 exited with code 3 and said nothing", STEP - 1, None),
+        ("signal 9", "rank 1 was killed by signal 9 (SIGKILL)", STEP - 1, None),
+        ("signal 11", "rank 1 was killed by signal 11 (SIGSEGV)", STEP - 1, None),
+        ("signal 6", "rank 1 was killed by signal 6 (SIGABRT)", STEP - 1, None),
+    ],
+)
+@pytest.mark.parametrize("peers", ["hang", "tell"])
+def test_the_rank_that_failed_is_named_whatever_its_peers_do(run, does, message, step, op, peers):
+    """With "tell" the peers report the closed connection before the rank itself has gone."""
+    handle = run({1: f"late {does}" if peers == "tell" else does, 0: peers, 2: peers}, devices=3)
+    error = {"rank": 1, "step": step, "op": op, "message": message}
+    assert handle.result(SOON) == {"state": "failed", "error": error}
+    progress = handle.poll()
+    assert (progress.state, progress.error) == ("failed", error)
+    assert [rank.state for rank in progress.ranks] == ["stopped", "failed", "stopped"]
+    assert not living(archive.read_status(handle.run_dir)["worker_pids"])
+
+
+def test_a_worker_that_raised_leaves_its_traceback(run):
+    handle = run({1: "raise"})
+    handle.result(SOON)
+    assert "in act" in archive.read_error(handle.run_dir, 1)["traceback"]
+    assert "ValueError: this was meant" in archive.read_log(handle.run_dir, 1)
+    assert archive.read_error(handle.run_dir, 0) is None
+
+
+def test_a_peer_that_ignores_the_polite_signal_is_killed(run):
+    handle = run({0: "deaf", 1: "exit"})
+    assert handle.result(SOON)["error"]["rank"] == 1
+    assert not living(archive.read_status(handle.run_dir)["worker_pids"])
+
+
+@pytest.mark.parametrize("behaviour", ["hang", "deaf"])
+def test_stop_ends_every_process_within_two_seconds(run, behaviour):
+    handle = run({0: behaviour})
+    pids = begun(handle)
+    assert len(living(pids)) == 2
+    asked = time.monotonic()
+    handle.stop()
+    handle.stop()
+    assert handle.result(SOON) == {"state": "stopped", "error": None}
+    assert time.monotonic() - asked < 2.0
+    assert not living(pids)
+    assert [rank.state for rank in handle.poll().ranks] == ["stopped", "stopped"]
+
+
+def test_stop_works_from_the_id_alone(run, runs_dir):
+    handle = run({0: "hang"})
+    begun(handle)
+    program = f"from engine.launch import open_handle; open_handle({handle.run_id!r}, {str(runs_dir)!r}).stop()"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+    assert handle.result(SOON)["state"] == "stopped"
+
+
+def test_stop_after_the_end_changes_nothing(run):
+    handle = run()
+    handle.result(SOON)
+    before = sorted(os.listdir(handle.run_dir))
+    handle.stop()
+    assert handle.poll().state == "finished" and sorted(os.listdir(handle.run_dir)) == before
+
+
+def test_a_run_stopped_before_it_begins_starts_no_worker(shared, run):
+    os.kill(shared.pid, signal.SIGSTOP)
+    try:
+        handle = run()
+        assert handle.poll().state == "starting" and not handle.done
+        with pytest.raises(TimeoutError):
+            handle.result(timeout=0.0)
+        handle.stop()
+    finally:
+        os.kill(shared.pid, signal.SIGCONT)
+    assert handle.result(SOON)["state"] == "stopped"
+    assert archive.read_status(handle.run_dir)["worker_pids"] == []
+
+
+def test_runs_do_not_wait_for_each_other(run, runs_dir):
+    slow = run({1: "wait"})
+    pids = begun(slow)
+    quick = run()
+    assert quick.result(SOON)["state"] == "finished"
+    assert len(living(pids)) == 2 and slow.poll().state == "running"
+    (runs_dir / "go").touch()
+    assert slow.result(SOON)["state"] == "finished"
+
+
+def test_many_threads_may_start_runs(run):
+    handles: list[Handle] = []
+    threads = [threading.Thread(target=lambda: handles.append(run(steps=1))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({h.run_id for h in handles}) == 6
+    assert [h.result(SOON)["state"] for h in handles] == ["finished"] * 6
+
+
+def test_deleting_a_run_ends_it(run, runs_dir, shared):
+    handle = run({0: "deaf"})
+    pids = begun(handle)
+    archive.delete_run(runs_dir, handle.run_id)
+    wait_for(lambda: not living(pids))
+    assert handle.poll().state == "broken" and archive.list_runs(runs_dir) == []
+    assert run().result(SOON)["state"] == "finished"
+
+
+def test_a_finisher_that_fails_fails_the_run(run):
+    handle = run({"finish": "raise"})
+    message = "the results could not be written: ValueError: nowhere to write"
+    assert handle.result(SOON) == {"run_id": handle.run_id, "state": "failed", "error": archive.no_place(message)}
+
+
+def test_a_finisher_that_fails_does_not_hide_what_failed_before(run):
+    error = run({"finish": "raise", 1: "exit"}).result(SOON)["error"]
+    assert error["rank"] == 1 and error["message"].startswith("rank 1 exited with code 3 and said nothing; the results")
+
+
+def test_a_worker_inherits_nothing_of_the_launcher(run):
+    handle = run({0: "look"})
+    handle.result(SOON)
+    cores = len(os.sched_getaffinity(0))
+    assert archive.read_json(handle.run_dir / "seen.json") == {
+        "pipes": [],
+        "input": "",
+        "handlers": [True, True, True],
+        "blocked": [],
+        "threads": str(max(1, cores // 2)),
+    }
+    assert archive.read_log(handle.run_dir, 0) == "printed\nwritten"
+
+
+# --- how launchers end ------------------------------------------------------------------------------------------------
+
+
+def test_when_the_launcher_is_killed_nothing_is_left_and_the_next_run_gets_a_new_one(runs_dir):
+    archive.write_json(runs_dir / "behaviour.json", {"0": "deaf"})
+    with Launcher(OPTIONS) as launcher:
+        handle = launcher.start(job_of(), runs_dir)
+        pids, killed = begun(handle), launcher.pid
+        os.kill(killed, signal.SIGKILL)
+        wait_for(lambda: not living([killed, *pids]), seconds=5.0)
+        # Not waited for: the dead launcher is still a zombie of this process.
+        assert handle.result(SOON)["state"] == "failed"
+        assert handle.poll().error == archive.no_place("the launcher process ended")
+        archive.write_json(runs_dir / "behaviour.json", {})
+        assert launcher.start(job_of(), runs_dir).result(SOON)["state"] == "finished"
+        assert launcher.pid != killed
+
+
+@pytest.mark.parametrize("how", ["killed", "closed", "told"])
+def test_when_program_or_launcher_ends_so_do_its_runs(runs_dir, how):
+    archive.write_json(runs_dir / "behaviour.json", {"0": "deaf"})
+    program = f"""if True:
+        import sys
+        from engine.launch import Launcher
+        from tests.engine.test_launcher import OPTIONS, job_of
+        launcher = Launcher(OPTIONS)
+        print(launcher.start(job_of(), {str(runs_dir)!r}).run_id, flush=True)
+        sys.stdin.read()
+        launcher.close()"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        handle = open_handle(parent.stdout.readline().strip(), runs_dir)
+        pids = begun(handle)
+        launcher = archive.read_status(handle.run_dir)["launcher_pid"]
+        assert len(living([launcher, *pids])) == 3
+        if how == "killed":
+            parent.kill()
+        elif how == "closed":
+            parent.stdin.close()
+        else:
+            os.kill(launcher, signal.SIGTERM)
+        wait_for(lambda: not living([launcher, *pids]), seconds=5.0)
+    status = archive.read_status(handle.run_dir)
+    reason = "the launcher process was told to end" if how == "told" else "the program that started this run ended"
+    assert (status["state"], status["error"]) == ("stopped", archive.no_place(reason))
+
+
+def test_the_launcher_survives_an_interrupt_and_lines_it_cannot_read(runs_dir, capfd):
+    with Launcher(OPTIONS) as launcher:
+        launcher.warm()
+        before = launcher.pid
+        os.kill(before, signal.SIGINT)
+        for line in (b"\n", b"{\n", b"7\n", b"{}\n", b'{"start": "/nowhere"}\n', b"\xff\n"):
+            launcher._process.stdin.write(line)
+        assert launcher.start(job_of(), runs_dir).result(SOON)["state"] == "finished"
+        assert launcher.pid == before
+    assert capfd.readouterr().err.count("engine.real.launcher: ") == 6
+
+
+def test_a_launcher_that_cannot_start_says_so():
+    with Launcher(["--no-preload", "--worker", "engine.nothing:work"]) as launcher, pytest.raises(LauncherError):
+        launcher.warm()
+
+
+def test_engine_is_found_from_any_directory_and_nothing_there_is_taken_for_it(runs_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("engine.py", "json.py", "select.py"):
+        (tmp_path / name).write_text("raise ImportError('the wrong one')")
+    with Launcher(OPTIONS) as launcher:
+        assert launcher.start(job_of(), "runs").result(SOON)["state"] == "finished"
+    assert len(archive.list_runs(runs_dir)) == 1
+
+
+@pytest.mark.real
+def test_the_warm_process_has_one_thread_and_no_gpu(launcher):
+    """The conditions for forking: threads do not survive a fork, and neither does a CUDA context."""
+    assert len(os.listdir(f"/proc/{launcher.pid}/task")) == 1
+    open_files = [os.readlink(f"/proc/{launcher.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{launcher.pid}/fd")]
+    assert not [path for path in open_files if path.startswith("/dev/nvidia")]
+
+
+# --- choosing the error -----------------------------------------------------------------------------------------------
+
+
+def ended(rank: int, exit_code: int, at: float, signalled: bool = False) -> Child:
+    return Child(pid=0, rank=rank, exit_code=exit_code, ended=at, signalled=signalled)
+
+
+def say(run_dir: Path, rank: int, message: str, at: float) -> Child:
+    said = {"rank": rank, "step": 1, "op": None, "message": message, "traceback": "", "time": at}
+    archive.write_json(run_dir / f"rank{rank}.error.json", said)
+    return ended(rank, 1, at)
+
+
+def test_the_error_is_the_cause_in_every_order_of_ranks(tmp_path):
+    """Each pair: the first is the cause and the second a consequence, though it was noticed earlier."""
+    cause, consequence = tmp_path / "cause", tmp_path / "consequence"
+    pairs = [
+        (lambda f, r: ended(r, -signal.SIGSEGV, 9.0), lambda f, r: ended(r, 3, 1.0)),
+        (lambda f, r: ended(r, -signal.SIGKILL, 9.0), lambda f, r: ended(r, -signal.SIGTERM, 1.0, signalled=True)),
+        (lambda f, r: ended(r, 3, 9.0), lambda f, r: say(f, r, "ValueError: x", 1.0)),
+        (lambda f, r: say(f, r, "ValueError: x", 9.0), lambda f, r: say(f, r, "Connection reset by peer", 1.0)),
+        (lambda f, r: say(f, r, "ValueError: x", 9.0), lambda f, r: say(f, r, "Timed out waiting 60000ms", 1.0)),
+        (lambda f, r: say(f, r, "ValueError: x", 9.0), lambda f, r: ended(r, 143, 1.0, signalled=True)),
+        (lambda f, r: say(f, r, "ValueError: x", 1.0), lambda f, r: ended(r, -signal.SIGABRT, 9.0)),
+        (lambda f, r: say(f, r, "ValueError: x", 1.0), lambda f, r: say(f, r, "ValueError: y", 9.0)),
+        (lambda f, r: ended(r, -signal.SIGABRT, 9.0), lambda f, r: say(f, r, "Connection closed by peer", 1.0)),
+    ]
+    for number, (first, second) in enumerate(pairs):
+        for ranks in itertools.permutations((0, 1)):
+            folder = tmp_path / f"{number}-{ranks[0]}"
+            folder.mkdir()
+            workers = sorted([first(folder, ranks[0]), second(folder, ranks[1])], key=lambda w: w.rank)
+            assert find_error(folder, workers)["rank"] == ranks[0], (number, ranks, cause, consequence)
+
+
+def test_workers_that_we_ended_are_no_error(tmp_path):
+    assert find_error(tmp_path, [ended(0, 0, 1.0), ended(1, -signal.SIGTERM, 1.0, signalled=True)]) is None
+
+
+# --- progress, from files alone ---------------------------------------------------------------------------------------
+
+
+def write_steps(run_dir: Path, rank: int, losses: list[float | None], first_end: float) -> None:
+    lines = [
+        {"step": n, "start": first_end + n - 0.5, "end": first_end + n, "loss": loss, "samples": 12}
+        for n, loss in enumerate(losses)
+    ]
+    (run_dir / f"rank{rank}.steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_progress_is_that_of_the_slowest_rank(runs_dir):
+    """Rank 1 ends each step 0.25 s after rank 0. The first step alone: from the first start, 9.5, to the last end,
+    10.25, for 12 samples; then 12 samples a second, the time from end to end of the slower rank."""
+    handle = Handle(archive.new_run(runs_dir, job_of(), launcher_pid=os.getpid()))
+    progress = handle.poll()
+    assert (progress.state, progress.step, progress.losses, progress.samples_per_second) == ("starting", 0, (), None)
+    assert progress.ranks == (RankProgress(0, 0, "starting"), RankProgress(1, 0, "starting"))
+    write_steps(handle.run_dir, 0, [4.0, 2.0, 1.0], 10.0)
+    write_steps(handle.run_dir, 1, [2.0], 10.25)
+    progress = handle.poll()
+    assert (progress.step, progress.losses) == (1, (3.0,))
+    assert progress.samples_per_second == pytest.approx(12 / 0.75)
+    assert progress.ranks == (RankProgress(0, 3, "running"), RankProgress(1, 1, "running"))
+    write_steps(handle.run_dir, 1, [2.0, None, 0.0], 10.25)
+    progress = handle.poll()
+    assert (progress.step, progress.losses) == (3, (3.0, 2.0, 0.5))
+    assert progress.samples_per_second == pytest.approx(12.0)
+    assert progress == Handle(handle.run_dir).poll()
+
+
+def test_a_broken_folder_has_progress_too(runs_dir):
+    (runs_dir / "broken").mkdir()
+    progress = open_handle("broken", runs_dir).poll()
+    assert (progress.state, progress.step, progress.ranks, progress.samples_per_second) == ("broken", 0, (), None)
+
+
+@pytest.mark.parametrize(("run_id", "code"), [("../../etc", "bad_run_id"), ("unknown", "no_run")])
+def test_a_handle_is_not_opened_outside_the_runs_folder(runs_dir, run_id, code):
+    with pytest.raises(SpecError) as caught:
+        open_handle(run_id, runs_dir)
+    assert caught.value.code == code
+
+
+def test_a_spec_that_cannot_run_here_starts_nothing(runs_dir):
+    with pytest.raises(SpecError) as caught:
+        start(Spec(mode="ddp", devices=128, model="mlp", global_batch=128), runs_dir)
+    assert caught.value.code == "cannot_run_here"
+    assert os.listdir(runs_dir) == [] and default_launcher()._process is None

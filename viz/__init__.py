@@ -1,0 +1,1 @@
+"""Timelines and results -> what is seen: figures, the player, pages, two languages."""

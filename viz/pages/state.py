@@ -1,0 +1,138 @@
+"""The URL <-> what this visitor asked for: every setting as the text in the URL, the run shown, the language.
+
+The URL is the state, so that a link, a reload and a second tab show the same. It is kept as text, however wrong: a
+wrong value is explained where it is set, not dropped. The names are those of the command line, with dashes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import streamlit as st
+
+from engine.job import MODEL_DATASETS, applies
+from engine.spec import MODELS, MODES, Spec
+from viz import locales
+
+FIELDS = {f.name: f for f in dataclasses.fields(Spec)}
+
+
+@dataclass(slots=True)
+class Asked:
+    """What one visitor asked for."""
+
+    settings: dict[str, str] = field(default_factory=dict)  # by URL name; what is not here has its default
+    aside: dict[str, str] = field(default_factory=dict)  # set once, and not meaningful now: for when it is again
+    run: str | None = None
+    language: str = locales.DEFAULT
+    url: dict[str, str] = field(default_factory=dict)  # the query as it was written last
+    acted: bool = False  # a widget's callback changed something: the URL is behind, not ahead
+    page: str = ""
+
+    def value(self, name: str) -> str | None:
+        """The text that a setting was given; None when it was not."""
+        return self.settings.get(param(name))
+
+    def set(self, name: str, text: str | None) -> None:
+        """Give a setting a text; None or its default's text takes it back."""
+        if text is None or text == write(FIELDS[name].default):
+            self.settings.pop(param(name), None)
+        else:
+            self.settings[param(name)] = text
+        self._sort_out(name)
+
+    def set_all(self, spec: Spec) -> None:
+        self.settings, self.aside = spec.to_params(), {}
+
+    @property
+    def mode(self) -> str:
+        text = self.value("mode")
+        return text if text in MODES else FIELDS["mode"].default
+
+    @property
+    def model(self) -> str:
+        text = self.value("model")
+        return text if text in MODELS else FIELDS["model"].default
+
+    def _sort_out(self, changed: str) -> None:
+        """After another mode or model was chosen: put what does not apply to it aside, take back what does."""
+        if changed not in ("mode", "model"):
+            return
+        single = self.mode == "single"
+        if single and self.value("devices") != "1":
+            self.aside["devices"] = self.settings.get("devices", write(FIELDS["devices"].default))
+            self.settings["devices"] = "1"
+        elif not single and changed == "mode" and self.value("devices") == "1" and "devices" in self.aside:
+            self.set("devices", self.aside.pop("devices"))
+        for name in FIELDS:
+            key = param(name)
+            if key in self.settings and not _fits(name, self.settings[key], self.mode, self.model):
+                self.aside[key] = self.settings.pop(key)
+            elif key in self.aside and name != "devices" and _fits(name, self.aside[key], self.mode, self.model):
+                self.settings[key] = self.aside.pop(key)
+
+
+def _fits(name: str, text: str, mode: str, model: str) -> bool:
+    if name == "dataset":
+        return text in MODEL_DATASETS[model]
+    return applies(name, mode, model)
+
+
+def param(name: str) -> str:
+    """A setting's name in the URL."""
+    return name.replace("_", "-")
+
+
+def write(value: Any) -> str | None:
+    """A setting's value as the URL has it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple | list):
+        return ",".join(map(str, value))
+    return None if value is None else str(value)
+
+
+def read_url(page: str) -> Asked:
+    """This session's state, brought up to date with the URL: a link, or back and forward, may have changed it."""
+    if "asked" not in st.session_state:
+        st.session_state.asked = Asked()
+        fresh = True
+    else:
+        fresh = False
+    asked: Asked = st.session_state.asked
+    query = st.query_params.to_dict()
+    # Changing pages clears the query; what was asked for comes back into it.
+    returned = asked.page != page and not query
+    if fresh or (not asked.acted and query != asked.url and not returned):
+        asked.language = query.pop("lang", asked.language if asked.page != page else locales.DEFAULT)
+        if page == "lab":
+            asked.run = query.pop("run", None)
+            asked.settings, asked.aside = query, {}
+    asked.acted, asked.page = False, page
+    return asked
+
+
+def write_url(asked: Asked) -> None:
+    """Only what differs from the defaults, so that links stay short."""
+    query = dict(asked.settings) if asked.page == "lab" else {}
+    if asked.page == "lab" and asked.run is not None:
+        query["run"] = asked.run
+    if asked.language != locales.DEFAULT:
+        query["lang"] = asked.language
+    if st.query_params.to_dict() != query:
+        st.query_params.from_dict(query)
+    asked.url = query
+
+
+def act(change: Callable[..., None], *args: Any) -> Callable[[], None]:
+    """A widget's callback: `change(asked, *args)`."""
+
+    def callback() -> None:
+        asked: Asked = st.session_state.asked
+        change(asked, *args)
+        asked.acted = True
+
+    return callback
