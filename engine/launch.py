@@ -38,7 +38,7 @@ def open_handle(run_id: str, runs_dir: str | Path = RUNS) -> Handle:
 
 
 class LauncherError(RuntimeError):
-    """The launcher process did not come up. It has printed why on standard error."""
+    """The launcher process did not come up (it has printed why on standard error), or a run has no result for it."""
 
 
 class Launcher:
@@ -186,15 +186,21 @@ class Handle:
         archive.ask_to_stop(self.run_dir)
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
-        """Wait for the end; result.json, or where there is none run_id, state and error. Raises TimeoutError."""
+        """Wait for the end of the run, whatever it is: result.json. Raises TimeoutError, and LauncherError where the
+        run was cut off before its results were written."""
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
             status = archive.read_status(self.run_dir)
             if status["state"] in archive.FINAL:
-                return archive.read_result(self.run_dir) or {k: status[k] for k in ("run_id", "state", "error")}
+                break
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"the run {self.run_id} is {status['state']} after {timeout} s")
             time.sleep(POLL)
+        result = archive.read_result(self.run_dir)
+        if result is None:
+            reason = status["error"]["message"] if status["error"] else "result.json is missing or damaged"
+            raise LauncherError(f"The run {self.run_id} has no result: {reason}.")
+        return result
 
 
 def _mean(values: list[float]) -> float | None:

@@ -12,6 +12,8 @@ import itertools
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from engine.spec import Spec
 
 FP32 = 4  # bytes
@@ -116,17 +118,21 @@ def balance(costs: list[float], parts: int) -> tuple[int, ...]:
     prefix = [0.0]
     for cost in costs:
         prefix.append(prefix[-1] + cost)
-    best = [[math.inf] * (n + 1) for _ in range(parts + 1)]
-    cut = [[0] * (n + 1) for _ in range(parts + 1)]
-    best[0][0] = 0.0
+    # Longer prefixes cost more, and what is left after them less. So for each end the best start is where the two
+    # cross or the one before, and all ends are searched at once: parts * n * log n steps.
+    total = np.array(prefix)
+    best, cut = np.where(np.arange(n + 1) == 0, 0.0, np.inf), np.zeros((parts + 1, n + 1), dtype=np.int64)
     for part in range(1, parts + 1):
-        for end in range(part, n + 1):
-            for start in range(part - 1, end):
-                worst = max(best[part - 1][start], prefix[end] - prefix[start])
-                if worst < best[part][end]:
-                    best[part][end], cut[part][end] = worst, start
+        end = np.arange(part, n + 1)
+        cross = np.clip(part - 1 + np.searchsorted(best[part - 1 :] + total[part - 1 :], total[end]), part - 1, end - 1)
+        # Of starts that differ by items which cost nothing, the first.
+        before = np.maximum(np.searchsorted(total, total[np.maximum(cross - 1, 0)]), part - 1)
+        worst = [np.maximum(best[start], total[end] - total[start]) for start in (before, cross)]
+        cut[part, end] = np.where(worst[0] <= worst[1], before, cross)
+        best = np.full(n + 1, np.inf)
+        best[end] = np.minimum(*worst)
     sizes, end = [], n
     for part in range(parts, 0, -1):
-        sizes.append(end - cut[part][end])
-        end = cut[part][end]
+        sizes.append(end - int(cut[part, end]))
+        end = int(cut[part, end])
     return tuple(reversed(sizes))

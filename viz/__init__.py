@@ -1,1 +1,1 @@
-"""Timelines and results -> what is seen: figures, the player, pages, two languages."""
+"""Timelines -> what a person sees: figures, the player that moves them, and the pages that show them."""

@@ -31,15 +31,10 @@ from engine.spec import Fault, Spec, parse_fault
 TIMEOUT = timedelta(seconds=60)
 
 
-# A process group is never destroyed: the process ends instead. Its destructor joins gloo's threads while it holds the
-# interpreter lock, and a thread that is just then letting go of a Python tensor waits for that lock: for ever.
-_KEPT: list[Training] = []
-
-
 def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") -> Training:
     """Train. Raises what went wrong, with the attributes `step` and `op` set to where.
 
-    The caller ends the process with os._exit, without finalisers (see `_KEPT`).
+    The caller keeps what is returned, and ends the process with os._exit, without finalisers.
     """
     folder = Path(run_dir)
     job = prepare(Spec.from_dict(json.loads((folder / "spec.json").read_text())))
@@ -69,8 +64,8 @@ def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") 
         error.step, error.op = step, recorder.doing
         recorder.flush()
         raise
-    # Kept by the caller until the process ends. Collected, DDP's reducer would take the last reference to the process
-    # group, whose destructor joins gloo's threads while it holds the GIL that they wait for: a deadlock, now and then.
+    # A process group is never destroyed: the process ends instead. Its destructor joins gloo's threads while it holds
+    # the interpreter lock, and a thread that is just then letting go of a Python tensor waits for that lock: for ever.
     return training
 
 
@@ -174,7 +169,5 @@ def _validate(job: Job, place: Place, training: Training) -> None:
 
 if __name__ == "__main__":
     kept = work(sys.argv[1], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), rendezvous="env")
-    sys.stdout.flush(), sys.stderr.flush()
-    os._exit(0)
     sys.stdout.flush()
     os._exit(0)

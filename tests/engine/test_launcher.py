@@ -296,12 +296,17 @@ def test_deleting_a_run_ends_it(run, runs_dir, shared):
 
 def test_a_finisher_that_fails_fails_the_run(run):
     handle = run({"finish": "raise"})
-    message = "the results could not be written: ValueError: nowhere to write"
-    assert handle.result(SOON) == {"run_id": handle.run_id, "state": "failed", "error": archive.no_place(message)}
+    with pytest.raises(LauncherError, match="nowhere to write"):
+        handle.result(SOON)
+    progress = handle.poll()
+    assert progress.state == "failed"
+    assert progress.error == archive.no_place("the results could not be written: ValueError: nowhere to write")
 
 
 def test_a_finisher_that_fails_does_not_hide_what_failed_before(run):
-    error = run({"finish": "raise", 1: "exit"}).result(SOON)["error"]
+    handle = run({"finish": "raise", 1: "exit"})
+    wait_for(lambda: handle.done)
+    error = handle.poll().error
     assert error["rank"] == 1 and error["message"].startswith("rank 1 exited with code 3 and said nothing; the results")
 
 
@@ -330,8 +335,9 @@ def test_when_the_launcher_is_killed_nothing_is_left_and_the_next_run_gets_a_new
         os.kill(killed, signal.SIGKILL)
         wait_for(lambda: not living([killed, *pids]), seconds=5.0)
         # Not waited for: the dead launcher is still a zombie of this process.
-        assert handle.result(SOON)["state"] == "failed"
-        assert handle.poll().error == archive.no_place("the launcher process ended")
+        with pytest.raises(LauncherError, match="the launcher process ended"):
+            handle.result(SOON)
+        assert handle.poll().state == "failed"
         archive.write_json(runs_dir / "behaviour.json", {})
         assert launcher.start(job_of(), runs_dir).result(SOON)["state"] == "finished"
         assert launcher.pid != killed

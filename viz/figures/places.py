@@ -1,0 +1,206 @@
+"""A Plan -> where its devices stand: boxes with the model's layers in them, and the links that packets run along.
+
+Coordinates are pixels on a stage that is `WIDTH` wide at full width: narrower pages squeeze x, never y.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import networkx as nx
+
+from engine.columns import Ops
+from engine.plan import Plan
+
+WIDTH = 1000
+MAX_BOXES = 16
+MAX_CELLS = 24
+OUTSIDE = -1  # where a batch comes from
+
+BOX_WIDTHS, BOX_SHARE = (56, 210), 0.62  # narrowest and widest; part of a column that its box takes
+MARGIN, GAP = 44, 58  # above and below all boxes, where batches enter; between two rows of boxes
+TITLE, FOOT, PAD = 34, 26, 10  # inside a box: above the cells, below them, at their sides
+CELL_HEIGHTS, MAX_COLUMN = (14, 26), 8  # of cells stacked in a column; more than these stand in one row
+LANE = 7  # how far each direction of a link lies from the middle
+
+
+class Cell(NamedTuple):
+    """One layer of the model in one device, or a few where there are many. `layers`: index of the first, and the end."""
+
+    layers: tuple[int, int]
+    name: str
+    held: bool
+    x0: float
+    x1: float
+    y0: float
+    y1: float
+
+
+class Box(NamedTuple):
+    """One device. `memory`: bytes that it is planned to hold."""
+
+    rank: int
+    stages: tuple[int, ...]
+    memory: int
+    x0: float
+    x1: float
+    y0: float
+    y1: float
+    cells: tuple[Cell, ...]
+
+    @property
+    def centre(self) -> tuple[float, float]:
+        return (self.x0 + self.x1) / 2, (self.y0 + self.y1) / 2
+
+
+class Places(NamedTuple):
+    """`boxes` are those of the first ranks, `hidden` says how many are not drawn. y counts upwards from 0 to `height`."""
+
+    boxes: tuple[Box, ...]
+    hidden: int
+    height: float
+    links: tuple[tuple[int, int], ...]  # pairs of drawn ranks between which something can move
+
+
+def places(plan: Plan, layers: Sequence[str], memory: Sequence[int] | None = None) -> Places:
+    """`memory`: bytes of each rank; without it, what the plan says stays in memory for the whole step."""
+    ranks = range(min(plan.world_size, MAX_BOXES))
+    graph = device_graph(plan, len(ranks))
+    spots = grid(graph)
+    columns = 1 + max(column for column, _ in spots.values())
+    rows = 1 + math.floor(max(row for _, row in spots.values()))
+    num_cells = min(len(layers), MAX_CELLS)
+    stacked = num_cells <= MAX_COLUMN and (rows == 1 or num_cells <= MAX_COLUMN - 2)
+    zone = num_cells * min(CELL_HEIGHTS[1], max(CELL_HEIGHTS[0], 150 / rows / max(num_cells, 1))) if stacked else 30
+    high = TITLE + zone + FOOT
+    pitch = WIDTH / columns
+    wide = min(BOX_WIDTHS[1], max(BOX_WIDTHS[0], BOX_SHARE * pitch))
+    height = 2 * MARGIN + rows * high + (rows - 1) * GAP
+    boxes = []
+    for rank in ranks:
+        column, row = spots[rank]
+        x, y = (column + 0.5) * pitch, height - MARGIN - row * (high + GAP) - high
+        program = plan.program(rank)
+        stages = sorted({op.stage for op in Ops.of(program.ops).templates if op.stage is not None})
+        held = sum(program.memory.values()) if memory is None else memory[rank]
+        inner = (x - wide / 2 + PAD, x + wide / 2 - PAD, y + FOOT, y + FOOT + zone)
+        cells = _cells(layers, set(program.holds), inner, stacked)
+        boxes.append(Box(rank, tuple(stages), held, x - wide / 2, x + wide / 2, y, y + high, cells))
+    return Places(tuple(boxes), plan.world_size - len(ranks), height, tuple(sorted(graph.edges)))
+
+
+def device_graph(plan: Plan, drawn: int) -> nx.DiGraph:
+    """Devices, with an edge wherever something can move, and `column` and `row` of each.
+
+    Pipeline stages stand left to right. Replicas stand on a ring, neighbours side by side; where everything comes from
+    one device (nn.DataParallel), that device stands above the others.
+    """
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(drawn))
+    kinds: dict[str, set[str]] = {}
+    for rank in range(drawn):
+        for op in Ops.of(plan.program(rank).ops).templates:
+            if not op.axis:
+                continue
+            kinds.setdefault(op.axis, set()).add(op.kind)
+            peer = plan.peer_rank(rank, op)
+            if peer is not None and peer < drawn:
+                graph.add_edge(*((rank, peer) if op.kind == "send" else (peer, rank)))
+    rooted = False
+    for axis, of in kinds.items():
+        if of <= {"send", "recv"}:
+            continue
+        for rank in range(drawn):
+            group = [other for other in plan.mesh.group(rank, axis) if other < drawn]
+            if is_rooted(of):
+                rooted = True
+                graph.add_edges_from((a, b) for m in group[1:] for a, b in ((group[0], m), (m, group[0])))
+            elif len(group) > 1:
+                graph.add_edges_from(zip(group, group[1:] + group[:1], strict=True))
+    for rank, (column, row) in _spots(plan, drawn, rooted).items():
+        graph.nodes[rank].update(column=column, row=row)
+    return graph
+
+
+def is_rooted(kinds: set[str]) -> bool:
+    """Whether collectives go from one device to the others and back, rather than round a ring."""
+    return bool(kinds & {"scatter", "gather", "reduce"})
+
+
+def _spots(plan: Plan, drawn: int, rooted: bool) -> dict[int, tuple[int, int]]:
+    """(column, row) of each rank, counted within its column or row."""
+    stages = plan.mesh.degree("pp")
+    if rooted and drawn > 2:
+        lines = math.ceil((drawn - 1) / 8)
+        per_line = math.ceil((drawn - 1) / lines)
+        return {0: (0, 0)} | {rank: ((rank - 1) % per_line, 1 + (rank - 1) // per_line) for rank in range(1, drawn)}
+    if 1 < stages < plan.world_size and stages <= 8:
+        seen = dict.fromkeys(range(stages), 0)
+        spots = {}
+        for rank in range(drawn):
+            column = plan.mesh.coordinate(rank, "pp")
+            spots[rank] = (column, seen[column])
+            seen[column] += 1
+        return spots
+    if drawn <= (8 if stages > 1 else 2):
+        return {rank: (rank, 0) for rank in range(drawn)}
+    # Out along the top and back along the bottom; an odd one stands alone in the first column.
+    odd, columns = drawn % 2, math.ceil(drawn / 2)
+    return {rank: (rank, 0) if rank < columns else (drawn - 1 - rank + odd, 1) for rank in range(drawn)}
+
+
+def grid(graph: nx.DiGraph) -> dict[int, tuple[float, float]]:
+    """(column, row) of each device from 0, fractions included: shorter columns, and rows under a root, are centred."""
+    rows = {row for _, row in graph.nodes(data="row")}
+    width = {row: sum(r == row for _, r in graph.nodes(data="row")) for row in rows}
+    rooted = len(rows) > 1 and width[0] == 1 < max(width.values())
+    key, align = ("row", "horizontal") if rooted else ("column", "vertical")
+    spots = nx.multipartite_layout(graph, subset_key=key, align=align, scale=1) if len(graph) > 1 else {0: (0.0, 0.0)}
+    # networkx centres and scales as it likes: only who is left of whom, and above whom, is taken from it.
+    line = {n: sorted(m for m in graph if graph.nodes[m][key] == graph.nodes[n][key]) for n in graph}
+    longest = max(len(members) for members in line.values())
+    across = 0 if rooted else 1
+    out = {}
+    for n, members in line.items():
+        order = sorted(members, key=lambda m: spots[m][across] if rooted else graph.nodes[m]["row"])
+        along = order.index(n) + (longest - len(members)) / 2
+        out[n] = (along, graph.nodes[n]["row"]) if rooted else (graph.nodes[n]["column"], along)
+    return out
+
+
+def _cells(layers: Sequence[str], holds: set[int], inner: tuple, stacked: bool) -> tuple[Cell, ...]:
+    """The model from first to last layer: top to bottom when stacked, else left to right."""
+    x0, x1, y0, y1 = inner
+    count, cells = min(len(layers), MAX_CELLS), []
+    for i in range(count):
+        first, end = i * len(layers) // count, (i + 1) * len(layers) // count
+        held = any(layer in holds for layer in range(first, end))
+        name = layers[first] if end == first + 1 else f"{layers[first]} – {layers[end - 1]}"
+        if stacked:
+            step = (y1 - y0) / count
+            spot = (x0, x1, y1 - (i + 1) * step + 3, y1 - i * step)
+        else:
+            step = (x1 - x0) / count
+            spot = (x0 + i * step, x0 + (i + 1) * step - min(3, step / 4), y0 + 4, y1)
+        cells.append(Cell((first, end), name, held, *spot))
+    return tuple(cells)
+
+
+def segment(places: Places, source: int, target: int) -> tuple[float, float, float, float]:
+    """The way from one device to another, from border to border; each direction keeps to its own side."""
+    box = places.boxes[target]
+    x, y = box.centre
+    if source == OUTSIDE:  # from above, or from below where boxes are above
+        below = y < places.height / 2 and any(b.y0 > box.y1 and b.x0 < x < b.x1 for b in places.boxes)
+        edge, far = (box.y0, box.y0 - MARGIN + 10) if below else (box.y1, box.y1 + MARGIN - 10)
+        return x, far, x, edge
+    other = places.boxes[source]
+    (ax, ay), (bx, by) = other.centre, box.centre
+    length = math.hypot(bx - ax, by - ay)
+    ux, uy = (bx - ax) / length, (by - ay) / length
+    dx, dy = LANE * -uy, LANE * ux  # to the left of the way: rightwards runs above, leftwards below
+    half_x, half_y = (other.x1 - other.x0) / 2, (other.y1 - other.y0) / 2
+    leave = min(half_x / abs(ux) if ux else math.inf, half_y / abs(uy) if uy else math.inf)
+    return ax + ux * leave + dx, ay + uy * leave + dy, bx - ux * leave + dx, by - uy * leave + dy

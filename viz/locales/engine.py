@@ -1,0 +1,56 @@
+"""What the engine says in English -> the same in the visitor's language: lessons, rules that were broken, help.
+
+English is the engine's own. Other languages have it in `engine.<language>.json`; where a phrase is missing there, such
+as the text of an operating system's error, it stays English rather than being left out.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import fields
+from typing import Any
+
+from engine import modes
+from engine.modes import Lesson
+from engine.spec import Spec, SpecError
+from viz.locales import DEFAULT, read
+
+
+def lesson(language: str, mode: str) -> Lesson:
+    if language == DEFAULT:
+        return modes.lesson(mode)
+    entry = _words(language)["lessons"][mode]
+    return Lesson(**(entry | {"steps": tuple(entry["steps"])}))
+
+
+def help_of(language: str, setting: str) -> str:
+    """One line on what a setting does."""
+    if language == DEFAULT:
+        return next(f.metadata["help"] for f in fields(Spec) if f.name == setting)
+    return _words(language)["help"][setting]
+
+
+def explain(language: str, error: SpecError) -> str:
+    """The rule that was broken, the value, and what would work."""
+    if language == DEFAULT:
+        return str(error)
+    words = _words(language)
+    phrases = {name: phrase(language, error.values[name]) for name in ("wanted", "to") if name in error.values}
+    sentence = words["rules"][error.code].format_map(error.values | phrases)
+    return sentence + (words["try"].format(suggest=error.values["suggest"]) if error.suggest else "")
+
+
+def phrase(language: str, text: str) -> str:
+    """A phrase that the engine puts into sentences, such as "a whole number" or "the mode ddp"."""
+    if language == DEFAULT:
+        return text
+    words = _words(language)
+    for english, translated in words["beginnings"].items():
+        if text.startswith(english):
+            return translated.format(rest=text.removeprefix(english))
+    return words["phrases"].get(text, text)
+
+
+@functools.cache
+def _words(language: str) -> dict[str, Any]:
+    return read(f"engine.{language}")

@@ -1,0 +1,235 @@
+"""What was asked for -> the sidebar: a control for each setting that applies, and what is wrong, where it is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import streamlit as st
+
+from engine import modes
+from engine.cost.machine import MACHINES
+from engine.job import MODEL_DATASETS, Job, applies
+from engine.spec import MODES, MODELS, SpecError, parse_text, type_of
+from viz.locales import LANGUAGES, Catalogue
+from viz.locales.engine import explain, help_of, lesson
+from viz.pages.state import FIELDS, Asked, act, param, write
+
+# In the order in which they are shown; a row has one or two controls.
+ROWS = (
+    ("devices", "global_batch"),
+    ("microbatches", "schedule"),
+    ("bucket_mb",),
+    ("split",),
+    ("model", "dataset"),
+    ("layers", "hidden"),
+    ("heads", "context"),
+    ("steps", "lr"),
+    ("machine",),
+)
+MORE = (
+    ("optimizer", "device"),
+    ("epochs", "seed"),
+    ("parity_steps", "record"),
+    ("data_dir",),
+    ("fault",),
+)
+LARGEST = 2**53 - 1  # the largest whole number that a browser keeps exact
+MAX_FIXES = 4
+
+
+def show_language(asked: Asked) -> None:
+    """The language switch; a language that the URL names and nobody speaks leaves nothing chosen."""
+    key = "language"
+    st.session_state[key] = asked.language if asked.language in LANGUAGES else None
+    st.segmented_control(
+        "Language · 语言",
+        list(LANGUAGES),
+        format_func=LANGUAGES.get,
+        key=key,
+        required=True,
+        label_visibility="collapsed",
+        width="stretch",
+        on_change=act(lambda a: setattr(a, "language", st.session_state[key] or a.language)),
+    )
+
+
+def show_settings(asked: Asked, job: Job, error: SpecError | None, text: Catalogue) -> None:
+    """`job` is what is drawn now, and gives what is not set its default; `error` is why it is not what was asked for."""
+    shown = {"mode"} | {name for name in _names(ROWS + MORE) if applies(name, asked.mode, asked.model)}
+    if asked.mode == "single":
+        shown.discard("devices")
+    if error is not None and error.setting not in shown:
+        _explain(error, text)
+    _show_mode(asked, text)
+    _error_at("mode", error, text)
+    _show_rows(ROWS, shown, asked, job, error, text)
+    more = [name for name in _names(MORE) if name in shown]
+    wrong = error is not None and error.setting in more
+    with st.expander(text("settings.more"), expanded=wrong, key=f"more-{wrong}"):
+        _show_rows(MORE, shown, asked, job, error, text)
+
+
+def _names(rows: Iterable[tuple[str, ...]]) -> list[str]:
+    return [name for row in rows for name in row]
+
+
+def _show_mode(asked: Asked, text: Catalogue) -> None:
+    key = _key("mode")
+    wanted = asked.value("mode") or FIELDS["mode"].default
+    st.session_state[key] = wanted if wanted in MODES else None
+    st.radio(
+        text("settings.mode"),
+        MODES,
+        format_func=lambda mode: text(f"mode.{mode}"),
+        key=key,
+        help="\n".join(f"- **{text(f'mode.{m}')}**: {lesson(text.language, m).idea}" for m in modes.MODES),
+        on_change=act(_take, "mode"),
+    )
+
+
+def _show_rows(
+    rows: tuple[tuple[str, ...], ...],
+    shown: set[str],
+    asked: Asked,
+    job: Job,
+    error: SpecError | None,
+    text: Catalogue,
+) -> None:
+    for row in rows:
+        names = [name for name in row if name in shown]
+        for name, place in zip(names, st.columns(len(names), vertical_alignment="bottom") if names else (), strict=True):
+            with place:
+                _control(name)(name, asked, job, text)
+        for name in names:
+            _error_at(name, error, text)
+
+
+def _control(name: str) -> Callable[[str, Asked, Job, Catalogue], None]:
+    kind, _ = type_of(FIELDS[name])
+    if options(name, "gpt"):
+        return _show_choice
+    if kind is bool:
+        return _show_flag
+    return _show_number if kind in (int, float) else _show_words
+
+
+def options(name: str, model: str) -> tuple[str, ...]:
+    """The values among which a setting is chosen; none when it is a number or a text."""
+    if name == "dataset":
+        return MODEL_DATASETS[model]
+    if name == "machine":
+        return tuple(MACHINES)
+    return MODELS if name == "model" else FIELDS[name].metadata["choices"]
+
+
+def _show_choice(name: str, asked: Asked, job: Job, text: Catalogue) -> None:
+    key, choices = _key(name), options(name, asked.model)
+    wanted = asked.value(name) or getattr(job.spec, name) or FIELDS[name].default
+    st.session_state[key] = wanted if wanted in choices else None
+    st.selectbox(
+        text(f"setting.{name}"),
+        choices,
+        format_func=lambda value: text(f"{name}.{value}"),
+        key=key,
+        help=help_of(text.language, name),
+        placeholder=str(wanted),
+        filter_mode=None,
+        on_change=act(_take, name),
+    )
+
+
+def _show_number(name: str, asked: Asked, job: Job, text: Catalogue) -> None:
+    """An empty field stands for the default, which it shows in grey; what is no number is shown there too."""
+    key, field, written = _key(name), FIELDS[name], asked.value(name)
+    kind, optional = type_of(field)
+    value = _number(name, written) if written is not None else None if optional else field.default
+    default = getattr(job.spec, name) if optional else field.default
+    st.session_state[key] = value
+    st.number_input(
+        text(f"setting.{name}"),
+        value=None,
+        min_value=None if kind is int else -1e300,
+        max_value=None if kind is int else 1e300,
+        step=1 if kind is int else {"lr": 0.01}.get(name, 1.0),
+        format=None if kind is int else "%g",
+        placeholder=written if written is not None else write(default) or text("settings.none"),
+        key=key,
+        help=help_of(text.language, name),
+        on_change=act(_take, name),
+    )
+
+
+def _number(name: str, written: str) -> int | float | None:
+    """The number that was written, if the control can show it."""
+    try:
+        value = parse_text(FIELDS[name], written)
+    except SpecError:
+        return None
+    return value if value is not None and abs(value) <= LARGEST else None  # NaN is not <= either
+
+
+def _show_words(name: str, asked: Asked, job: Job, text: Catalogue) -> None:
+    key = _key(name)
+    st.session_state[key] = asked.value(name) or ""
+    st.text_input(
+        text(f"setting.{name}"),
+        placeholder=write(getattr(job.spec, name)) or text("settings.none"),
+        key=key,
+        help=help_of(text.language, name),
+        on_change=act(_take, name),
+    )
+
+
+def _show_flag(name: str, asked: Asked, job: Job, text: Catalogue) -> None:
+    key = _key(name)
+    st.session_state[key] = getattr(job.spec, name)
+    st.toggle(text(f"setting.{name}"), key=key, help=help_of(text.language, name), on_change=act(_take, name))
+
+
+def _key(name: str) -> str:
+    return f"set-{param(name)}"
+
+
+def _take(asked: Asked, name: str) -> None:
+    value = st.session_state[_key(name)]
+    asked.set(name, None if value == "" else write(value))
+
+
+def _error_at(name: str, error: SpecError | None, text: Catalogue) -> None:
+    if error is not None and error.setting == name:
+        _explain(error, text)
+
+
+def _explain(error: SpecError, text: Catalogue) -> None:
+    """The sentence, and a button for each value that would work."""
+    with st.container(key="settings-error"):
+        st.error(escape(explain(text.language, error)), icon=":material/error:")
+        fixes = list(_fixes(error))[:MAX_FIXES]
+        if fixes:
+            with st.container(horizontal=True, gap="xsmall"):
+                for i, (label, change) in enumerate(fixes):
+                    name = label or text("settings.leave_out", setting=param(error.setting))
+                    st.button(escape(name), key=f"fix-{i}", on_click=act(change))
+
+
+def _fixes(error: SpecError) -> Iterable[tuple[str | None, Callable[[Asked], None]]]:
+    """(label, change) of each repair that the error itself suggests; no label: leave the setting out."""
+    name, key = error.setting, param(error.setting)
+    if error.code == "unknown_setting":
+        for other in error.suggest:
+            yield param(other), lambda a, other=other: a.set(other, a.settings.pop(key, None))
+    elif key == "lang":
+        for language in error.suggest:
+            yield LANGUAGES[language], lambda a, language=language: setattr(a, "language", language)
+        return
+    elif name in FIELDS:
+        for value in error.suggest:
+            yield f"{key} = {write(value)}", lambda a, value=value: a.set(name, write(value))
+    if not error.suggest or error.code == "unknown_setting":
+        yield None, lambda a: a.settings.pop(key, None)
+
+
+def escape(sentence: str) -> str:
+    """Text that a visitor or a URL wrote, made harmless as Markdown."""
+    return "".join("\\" + c if c in r"\`*_{}[]()<>#+!|$~:" else c for c in sentence)

@@ -1,0 +1,82 @@
+"""An op or what it moves -> its colour, its second cue and its shape; and the one layout that all figures start from.
+
+Colours are those of Okabe & Ito (2008), "Color Universal Design", which are told apart with every kind of colour
+vision. A compute op has the colour of its kind; a communication op that of what it moves, so that a packet and its
+span in the timeline look alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from engine.plan import COMPUTE
+
+
+class Look(NamedTuple):
+    """`ink` is readable on `colour`. `pattern` is the second cue of a span (Plotly's names), `shape` that of a packet."""
+
+    colour: str
+    ink: str
+    pattern: str = ""
+    shape: str = "circle"
+
+
+DARK, LIGHT = "#10151c", "#ffffff"
+
+LOOKS = {
+    "forward": Look("#0072B2", LIGHT),
+    "backward": Look("#E69F00", DARK, "/"),
+    "optimizer": Look("#CC79A7", DARK, "x"),
+    "recompute": Look("#5B8DB8", LIGHT, "\\"),
+    "batch": Look("#56B4E9", DARK, "", "triangle"),
+    "activation": Look("#009E73", LIGHT, "", "circle"),
+    "gradient": Look("#D55E00", LIGHT, "", "diamond"),
+    "weights": Look("#F0E442", DARK, "", "square"),
+    "tokens": Look("#882255", LIGHT, "", "hexagon"),
+    "other": Look("#8A949E", DARK, ".", "square"),
+}
+
+# Halves of a backward pass look like the whole; loading looks like what it loads.
+SAME = {"backward_input": "backward", "backward_weight": "backward", "load": "batch"}
+
+# Layers of the model, by the stage that holds them: soft, so that a glow is seen on top. Used in turn.
+STAGES = ("#8DB3D9", "#B9A7DC", "#85C9B6", "#DDB48A", "#D9A0B8", "#A9B8C6")
+
+# Stand-ins for colours that the viewer's theme has: readable on white and on black as they are, and replaced by the
+# player with the theme's own. No two are equal, so that each can be found in a figure's JSON.
+INK, LINE, GROUND, SURFACE = "#7B8086", "#7B8087", "#7B8088", "#7B8089"
+THEME = {
+    INK: "--st-text-color",
+    LINE: "--st-border-color",
+    GROUND: "--st-background-color",
+    SURFACE: "--st-secondary-background-color",
+}
+FONT_SIZE = 15
+
+
+def look_of(kind: str, payload: str = "") -> str:
+    """The name in LOOKS of an op: its kind when it computes, what it moves when it communicates."""
+    name = SAME.get(kind, kind) if kind in COMPUTE else payload
+    return name if name in LOOKS else "other"
+
+
+def stage_colour(stage: int) -> str:
+    return STAGES[stage % len(STAGES)]
+
+
+def layout(**changes: Any) -> dict[str, Any]:
+    """The layout every figure starts from: transparent, without grid, in large type."""
+    plain = {"showgrid": False, "zeroline": False, "automargin": False}
+    base = {
+        "template": {},  # a template is 7 kB of what is set here anyway
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"size": FONT_SIZE, "color": INK},
+        "margin": {"l": 76, "r": 16, "t": 12, "b": 48},
+        "hoverlabel": {"font": {"size": FONT_SIZE}},
+        "xaxis": plain,
+        "yaxis": plain,
+    }
+    for name, value in changes.items():
+        base[name] = base[name] | value if isinstance(value, dict) and isinstance(base.get(name), dict) else value
+    return base
