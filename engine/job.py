@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engine import datasets
 from engine.shapes import Layer, balance, model_layers
-from engine.spec import FAULTS, MAX_REAL_DEVICES, Spec, SpecError, parse_fault
+from engine.spec import FAULTS, MAX_HEADS, MAX_REAL_DEVICES, Spec, SpecError, parse_fault
 
 # Settings that a model has, with their defaults; all others do not apply to it.
 MODEL_DEFAULTS = {
@@ -90,19 +90,20 @@ def prepare(spec: Spec) -> Job:
     if spec.data_dir is not None and spec.dataset != "digits":
         raise SpecError("does_not_apply", "data_dir", spec.data_dir, to=f"the dataset {spec.dataset}")
     if spec.heads is not None and spec.hidden % spec.heads:
-        good = nearest([d for d in range(1, spec.hidden + 1) if spec.hidden % d == 0], spec.heads)
+        good = nearest([d for d in range(1, min(spec.hidden, MAX_HEADS) + 1) if spec.hidden % d == 0], spec.heads)
         raise SpecError("heads_divide", "heads", spec.heads, suggest=good, hidden=spec.hidden)
     num_train, num_validation, vocabulary = _data_sizes(spec)
     layers = model_layers(spec, vocabulary)
-    spec = _check_mode(spec, layers)
     _check_batch(spec, num_train)
+    spec = _check_mode(spec, layers)
     if spec.steps is not None and spec.epochs is not None:
         raise SpecError("exclusive", "steps", spec.steps, other="epochs")
     batches = num_train // spec.global_batch
     steps = spec.epochs * batches if spec.epochs is not None else spec.steps or DEFAULT_STEPS
     fault = parse_fault(spec.fault)
     if fault and fault.rank >= spec.devices:
-        raise SpecError("bad_fault", "fault", spec.fault, kinds=", ".join(FAULTS))
+        there = spec.fault.replace(f"@{fault.rank}:", f"@{spec.devices - 1}:")
+        raise SpecError("bad_fault", "fault", spec.fault, suggest=[there], kinds=", ".join(FAULTS))
     sample_bytes = 2 * 8 * spec.context if spec.model == "gpt" else 4 * 28 * 28 + 8
     return Job(spec, layers, sample_bytes, num_train, num_validation, steps, batches)
 
@@ -136,8 +137,8 @@ def nearest(good: list[int], value: int, count: int = 3) -> list[int]:
 
 def _check_applies(spec: Spec) -> None:
     for settings, of in ((MODEL_DEFAULTS, spec.model), (MODE_SETTINGS, spec.mode)):
-        for name in {n for s in settings.values() for n in s} - settings[of].keys():
-            if getattr(spec, name) is not None:
+        for name in dict.fromkeys(n for s in settings.values() for n in s):
+            if name not in settings[of] and getattr(spec, name) is not None:
                 word = "model" if settings is MODEL_DEFAULTS else "mode"
                 raise SpecError("does_not_apply", name, getattr(spec, name), to=f"the {word} {of}")
 
@@ -147,7 +148,8 @@ def _data_sizes(spec: Spec) -> tuple[int, int, int]:
     try:
         train, validation = datasets.sizes(spec.dataset, data_dir=spec.data_dir, context=spec.context)
     except datasets.DatasetError as error:
-        raise SpecError("no_data", "data_dir", str(error)) from None
+        setting = "context" if spec.dataset == "text" else "data_dir"
+        raise SpecError("no_data", setting, str(error)) from None
     return train, validation, datasets.vocabulary_size(spec.dataset) if spec.model == "gpt" else 10
 
 
@@ -182,9 +184,7 @@ def _check_microbatches(spec: Spec) -> Spec:
         spec = spec.with_(microbatches=(roomy or enough or [batch])[0 if roomy else -1])
     count = spec.microbatches
     if batch % count:
-        raise SpecError(
-            "batch_by_microbatches", "microbatches", count, suggest=nearest(enough or divisors, count), batch=batch
-        )
+        raise SpecError("batch_by_microbatches", "microbatches", count, suggest=nearest(enough, count), batch=batch)
     if spec.schedule == "1f1b" and count < stages:
         good = nearest(enough, count)
         raise SpecError("too_few_microbatches", "microbatches", count, suggest=good, schedule="1f1b", stages=stages)

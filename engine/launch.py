@@ -43,7 +43,7 @@ class LauncherError(RuntimeError):
 
 class Launcher:
     """The warm process that forks workers. Started when first needed, and again when it has died; safe to share
-    between threads. When this object is closed, or this program ends, so do all of its runs."""
+    between threads. When this object is closed or collected, or this program ends, so do all of its runs."""
 
     def __init__(self, options: Sequence[str] = ()):
         """`options` are those of `python -m engine.real.launcher`."""

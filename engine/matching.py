@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 
@@ -58,7 +59,7 @@ def match(plan: Plan) -> Graph:
     """The graph of a plan. PlanError: an op means nothing on this mesh, or its other end is not there."""
     _check(plan)
     plan = uniform(plan)
-    representative = [plan.roles.index(role) for role in range(len(plan.programs))]
+    representative = np.unique(np.array(plan.roles, dtype=np.int64), return_index=True)[1].tolist()
     templates, lanes, which, microbatch, first = [], [], [], [], [0]
     waits: dict[int, list[int]] = {}
     calls: dict[tuple[int, str], np.ndarray] = {}  # nodes of each role on each of its communication lanes
@@ -92,6 +93,9 @@ def _check(plan: Plan) -> None:
     if odd := sorted(set(plan.roles) ^ set(range(len(plan.programs)))):
         raise PlanError(f"every role needs a program and a rank that plays it; these lack one: {odd}")
     for role, program in enumerate(plan.programs):
+        for name, value in program.memory.items():
+            if wrong := _wrong_size(name, value):
+                raise PlanError(f"rank {plan.roles.index(role)}, memory: {wrong}")
         for op in Ops.of(program.ops).templates:
             if wrong := _wrong(op, plan):
                 raise PlanError(f"rank {plan.roles.index(role)}, {describe(op)}: {wrong}")
@@ -102,8 +106,8 @@ def _wrong(op: Op, plan: Plan) -> str:
     if op.kind not in KINDS:
         return f"there is no kind of op called {op.kind}"
     for name in ("bytes", "flops", "saved"):
-        if not 0 <= getattr(op, name) < math.inf:
-            return f"{name} must be 0 or more, and finite"
+        if wrong := _wrong_size(name, getattr(op, name)):
+            return wrong
     if not op.axis:
         return "" if op.kind in COMPUTE and op.peer is None else "it communicates, and names no axis"
     if op.axis not in plan.mesh.axes:
@@ -112,6 +116,12 @@ def _wrong(op: Op, plan: Plan) -> str:
     if op.peer is None:
         return f"a {op.kind} needs a peer" if op.kind in MESSAGES else ""
     return "" if 0 <= op.peer < degree else f"its peer {op.peer} is not one of the {degree} on the axis {op.axis}"
+
+
+def _wrong_size(name: str, value: object) -> str:
+    if isinstance(value, Integral) and 0 <= value < 2**63:
+        return ""
+    return f"{name} must be a whole number, 0 or more and less than 2**63; it is {value}"
 
 
 def uniform(plan: Plan) -> Plan:

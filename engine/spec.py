@@ -17,6 +17,7 @@ from typing import Any
 
 MAX_DEVICES = 16_384
 MAX_REAL_DEVICES = 64
+MAX_HEADS = 1024
 
 
 class SpecError(ValueError):
@@ -61,7 +62,7 @@ RULES = {
     "batch_too_large": "global-batch must not exceed the {samples} training samples of {dataset}; it is {value}.",
     "not_json": "A spec file holds one JSON object; {setting} does not: {value}.",
     "no_file": "The file given as {setting} cannot be read: {value}.",
-    "no_data": "The data directory cannot be used: {value}.",
+    "no_data": "The dataset cannot be used: {value}.",
     "no_gpu": "device cuda needs GPUs that torch can use; found {found}.",
     "more_ranks_than_gpus": "NCCL runs one rank a GPU, and there are {gpus}; devices is {value}. "
     "Use device cpu (gloo processes), or fewer devices.",
@@ -100,7 +101,7 @@ class Spec:
     model: str = _setting("cnn", "the model to train", choices=MODELS)
     layers: int | None = _setting(None, "hidden layers (mlp) or blocks (gpt)", low=1, high=1024)
     hidden: int | None = _setting(None, "width of the model (mlp, gpt)", low=1, high=65_536)
-    heads: int | None = _setting(None, "attention heads (gpt)", low=1, high=1024)
+    heads: int | None = _setting(None, "attention heads (gpt)", low=1, high=MAX_HEADS)
     context: int | None = _setting(None, "tokens in a sequence (gpt)", low=2, high=1_048_576)
     dataset: str | None = _setting(None, "what to learn from", choices=DATASETS)
     data_dir: str | None = _setting(None, "a folder with the real MNIST idx files, for the dataset digits")
@@ -152,6 +153,7 @@ class Spec:
         for name in named:
             if name not in known:
                 raise SpecError("unknown_setting", name, named[name], suggest=closest(name, known))
+        _check_once(values)
         return cls(**named)
 
     @classmethod
@@ -164,21 +166,31 @@ class Spec:
             if name not in by_name:
                 raise SpecError("unknown_setting", key, text, suggest=closest(name, by_name))
             values[name] = parse_text(by_name[name], text)
+        _check_once(params)
         return cls(**values)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Spec:
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise SpecError("no_file", "spec", f"{path}: {error}") from None
         try:
-            return cls.from_dict(json.loads(text))
-        except json.JSONDecodeError as error:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:  # not JSON; or a number or a nesting beyond what Python reads
             raise SpecError("not_json", str(path), f"{error}") from None
+        return cls.from_dict(values)
 
     def with_(self, **changes: Any) -> Spec:
         return replace(self, **changes)
+
+
+def _check_once(given: typing.Mapping[str, Any]) -> None:
+    """A setting written once with dashes and once with underscores has two values, and neither is meant more."""
+    for name in given:
+        other = name.replace("_", "-")
+        if other != name and other in given:
+            raise SpecError("exclusive", name, given[name], other=other)
 
 
 def closest(name: str, known: typing.Iterable[str]) -> list[str]:
@@ -245,7 +257,7 @@ def _checked(f: Any, value: Any) -> Any:
             raise wrong
         return tuple(value)
     if kind is float and type(value) is int:
-        value = float(value)
+        value = float(value) if abs(value) < 2**1023 else math.inf
     if type(value) is not kind:
         raise wrong
     limits = f.metadata

@@ -105,6 +105,10 @@ class Chain(nn.Sequential):
         self.recorder: Recorder | None = None
         self.passed: Pass | None = None  # the pass whose backward is still to come
         self.stage, self.rank = 0, None
+        # Where the input needs no gradient, the way back ends with the first layer's own gradients. Not with the end of
+        # `backward`: there DDP waits for its all-reduce, and a wait is not compute.
+        for parameter in next(self.children()).parameters():
+            parameter.register_post_accumulate_grad_hook(self._first_gradient)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         recorder = self.recorder
@@ -121,6 +125,10 @@ class Chain(nn.Sequential):
                 x.register_hook(lambda gradient, name=name: passed.gradient_of(name))
         return x
 
+    def _first_gradient(self, parameter: torch.Tensor) -> None:
+        if self.passed is not None:
+            self.passed.gradient_of("input")
+
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """The loss counts as the end of the last layer's forward."""
         loss = loss_of(output, target)
@@ -130,13 +138,13 @@ class Chain(nn.Sequential):
 
     def backward(self, output: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
         """Backward through the chain's last pass, from `output` (the loss, or what it sent on)."""
-        passed, self.passed = self.passed, None
-        if passed is None:
+        if self.passed is None:
             output.backward(gradient)
             return
-        passed.begin_backward()
+        self.passed.begin_backward()
         output.backward(gradient)
-        passed.end_backward()
+        self.passed.end_backward()
+        self.passed = None
 
 
 def build(job: Job) -> Chain:

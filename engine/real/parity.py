@@ -92,14 +92,22 @@ def _largest(tensor: torch.Tensor) -> float:
 def relative(mine: torch.Tensor, reference: torch.Tensor) -> float:
     """Largest difference over the tensor, relative to the reference's largest entry."""
     scale = _largest(reference)
+    if not math.isfinite(scale):
+        return math.inf
     return _largest(mine - reference) / scale if scale else (0.0 if not _largest(mine) else math.inf)
+
+
+def _distance(a: float, b: float) -> float:
+    """NaN on either side is infinitely far: a comparison with NaN is never true, so it must not reach `max`."""
+    difference = abs(a - b)
+    return math.inf if math.isnan(difference) else difference
 
 
 def verdict(reports: list[dict], losses: list[float], names: list[str], steps: int, allowed: dict[str, float]) -> dict:
     """Every rank's report against the reference -> the parity of a run (see the README for its keys)."""
     held = {name for report in reports for name in report["held"]}
     worst = {
-        "loss_max_abs_diff": max((abs(_mean_loss(reports, s) - losses[s]) for s in range(steps)), default=0.0),
+        "loss_max_abs_diff": max((_distance(_mean_loss(reports, s), losses[s]) for s in range(steps)), default=0.0),
         "grad_max_rel_diff": max(report["grad"] for report in reports),
         "param_max_abs_diff": max(report["param"] for report in reports),
     }

@@ -75,11 +75,11 @@ def test_ddp_reduces_the_buckets_that_were_predicted(limit, buckets, launcher, r
 
 
 def test_a_wrong_gradient_on_one_rank_is_seen(launcher, runs_dir):
-    """The negative control of parity: one rank scales its gradients by 1.5 after they were averaged."""
-    spec = Spec(mode="ddp", devices=2, model="mlp", fault="gradient@1:1", **SHORT)
+    """The negative control of parity: in its last step, one rank scales its averaged gradients by 1.5."""
+    spec = Spec(mode="ddp", devices=2, model="mlp", fault="gradient@1:2", **SHORT)
     parity = finished(spec, launcher, runs_dir)["parity"]
     assert parity["ok"] is False
-    assert parity["grad_max_rel_diff"] == pytest.approx(0.5, rel=0.05)
+    assert parity["grad_max_rel_diff"] == pytest.approx(0.5, abs=1e-3)
     assert "grad_max_rel_diff" in parity["reason"]
 
 
@@ -92,7 +92,9 @@ def test_a_message_goes_on_when_its_sender_sends(launcher, runs_dir):
     sends = [s for s in spans if s.kind == "send"]
     assert len(sends) == 4
     for send in sends:
-        (recv,) = [r for r in spans if r.kind == "recv" and (r.peer, r.rank, r.payload) == (send.rank, send.peer, send.payload)]
+        (recv,) = [
+            r for r in spans if r.kind == "recv" and (r.peer, r.rank, r.payload) == (send.rank, send.peer, send.payload)
+        ]
         assert send.start <= recv.start <= recv.end
         assert send.end <= recv.end
         assert send.bytes == recv.bytes > 0
@@ -128,7 +130,7 @@ def test_a_slow_rank_keeps_the_others_waiting(launcher, runs_dir):
 
 
 def test_many_runs_leave_nothing_hanging(launcher, runs_dir):
-    """A process group that is destroyed at the end of a run hangs about one process in fifty (see engine.real.worker)."""
+    """A process group that is destroyed at the end of a run hangs now and then (see docs/decisions)."""
     spec = Spec(mode="ddp", devices=4, model="mlp", layers=1, hidden=16, steps=1, parity_steps=1, device="cpu")
     for _ in range(10):
         assert start(spec, runs_dir=runs_dir, launcher=launcher).result(timeout=60)["status"] == "finished"

@@ -1,0 +1,160 @@
+"""A Timeline, simulated or measured -> where its time went: bubble, exposed communication, busy seconds, idle gaps.
+
+All are computed step by step: a step lasts from the first start to the last end of any rank in it. Of several steps
+the value is the median, which one slow step does not move. A timeline without spans, or whose steps take no time, has
+no idle time and nothing exposed: 0.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.plan import COMPUTE
+from engine.timeline import Timeline
+
+BUBBLE_FORMULA = "bubble fraction = idle compute time / (ranks × makespan)"
+BUBBLE_OVER_IDEAL_FORMULA = "bubble over ideal = idle compute time / busy compute time"
+EXPOSED_FORMULA = "exposed communication = time in which a rank communicates and does not compute / (ranks × makespan)"
+
+
+class Gap(NamedTuple):
+    """A stretch of a step in which a rank computes nothing; seconds."""
+
+    step: int
+    start: float
+    end: float
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
+
+
+class Shares(NamedTuple):
+    """What one step's time went to, in seconds; arrays have one entry a rank."""
+
+    step: int
+    makespan: float
+    computing: np.ndarray
+    exposed: np.ndarray  # communicating, and not computing
+
+
+def bubble_fraction(timeline: Timeline, *, since: int = 0) -> float:
+    """Idle compute time / (ranks × makespan), from 0 to 1; the median of the steps from `since` on."""
+    return _median([_idle(s) / (len(s.computing) * s.makespan) for s in shares(timeline, since=since) if s.makespan])
+
+
+def bubble_over_ideal(timeline: Timeline, *, since: int = 0) -> float:
+    """Idle / busy compute time, the other definition in use (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+
+    Busy time stands for the ideal, in which no rank ever waits. Steps without compute have none, and are left out.
+    """
+    steps = shares(timeline, since=since)
+    return _median([_idle(s) / s.computing.sum() for s in steps if s.computing.any()])
+
+
+def exposed_communication_fraction(timeline: Timeline, *, since: int = 0) -> float:
+    """Time in which a rank communicates and does not compute / (ranks × makespan); the median of the steps."""
+    steps = shares(timeline, since=since)
+    return _median([float(s.exposed.sum()) / (len(s.exposed) * s.makespan) for s in steps if s.makespan])
+
+
+def shares(timeline: Timeline, *, since: int = 0) -> list[Shares]:
+    """The steps from `since` on, in order. Spans of a rank that overlap count once."""
+    timeline = _checked(timeline, since)
+    steps, step, first, last = _steps(timeline)
+    row = step * timeline.world_size + timeline["rank"]
+    compute = _is_compute(timeline)
+    computing, busy = np.zeros((2, len(steps), timeline.world_size))
+    for i, start, furthest in _rows(timeline, row, compute):
+        computing.flat[i] = _covered(start, furthest)
+    for i, start, furthest in _rows(timeline, row, slice(None)):
+        busy.flat[i] = _covered(start, furthest)
+    # All that is not compute is communication: what it adds to the time that compute covers is not hidden.
+    exposed = np.maximum(busy - computing, 0.0)
+    makespans = (last - first).tolist()
+    return [Shares(s, makespans[i], computing[i], exposed[i]) for i, s in enumerate(steps)]
+
+
+def busy_seconds(timeline: Timeline, *, since: int = 0) -> dict[str, float]:
+    """Seconds of each kind of op, summed over ranks, in a mean step. Overlapping spans count each for itself."""
+    timeline = _checked(timeline, since)
+    num_steps = len(timeline.steps)
+    seconds = {}
+    for kind in sorted(set(timeline["kind"].tolist())):
+        mine = timeline["kind"] == kind
+        seconds[kind] = float((timeline["end"][mine] - timeline["start"][mine]).sum()) / num_steps
+    return seconds
+
+
+def idle_gaps(timeline: Timeline, *, since: int = 0) -> list[list[Gap]]:
+    """For every rank, the stretches in which it computes nothing, in order of time; from a step's start to its end."""
+    timeline = _checked(timeline, since)
+    steps, step, first, last = _steps(timeline)
+    row = step * timeline.world_size + timeline["rank"]
+    spans = {i: (start, furthest) for i, start, furthest in _rows(timeline, row, _is_compute(timeline))}
+    gaps: list[list[Gap]] = [[] for _ in range(timeline.world_size)]
+    nothing = np.array([])
+    for i, (step_start, step_end) in enumerate(zip(first, last, strict=True)):
+        for rank in range(timeline.world_size):
+            start, furthest = spans.get(i * timeline.world_size + rank, (nothing, nothing))
+            begin, end = np.append(step_start, furthest), np.append(start, step_end)
+            idle = end > begin
+            pairs = zip(begin[idle].tolist(), end[idle].tolist(), strict=True)
+            gaps[rank] += [Gap(steps[i], *pair) for pair in pairs]
+    return gaps
+
+
+def _rows(
+    timeline: Timeline, row: np.ndarray, picked: np.ndarray | slice
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """For each row: its number, the starts of its picked spans in rising order, and the furthest end at each so far."""
+    row, starts, ends = row[picked], timeline["start"][picked], timeline["end"][picked]
+    if (np.diff(row) < 0).any():
+        order = np.argsort(row, kind="stable")
+        row, starts, ends = row[order], starts[order], ends[order]
+    bounds = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist(), len(row)]
+    for a, b in pairwise(bounds):
+        if a < b:
+            by_start = np.argsort(starts[a:b], kind="stable")
+            yield int(row[a]), starts[a:b][by_start], np.maximum.accumulate(ends[a:b][by_start])
+
+
+def _covered(start: np.ndarray, furthest: np.ndarray) -> float:
+    """Length of the union of spans: from the first start to the last end, less the holes."""
+    holes = np.maximum(start[1:] - furthest[:-1], 0.0)
+    return float(furthest[-1] - start[0] - holes.sum())
+
+
+def _checked(timeline: Timeline, since: int) -> Timeline:
+    """The steps from `since` on. ValueError for a span that ends before it starts, or at no time."""
+    if (timeline["step"] < since).any():
+        timeline = timeline.where(timeline["step"] >= since)
+    good = np.isfinite(timeline["start"]) & np.isfinite(timeline["end"]) & (timeline["end"] >= timeline["start"])
+    if not good.all():
+        raise ValueError(f"a span starts at a finite time and ends no earlier: {next(timeline.where(~good).spans())}")
+    return timeline
+
+
+def _steps(timeline: Timeline) -> tuple[list[int], np.ndarray, np.ndarray, np.ndarray]:
+    """(the steps, which of them each span is in, when each of them starts, when it ends)"""
+    steps, step = np.unique(timeline["step"], return_inverse=True)
+    first, last = np.full(len(steps), np.inf), np.full(len(steps), -np.inf)
+    np.minimum.at(first, step, timeline["start"])
+    np.maximum.at(last, step, timeline["end"])
+    return steps.tolist(), step, first, last
+
+
+def _is_compute(timeline: Timeline) -> np.ndarray:
+    return np.frompyfunc(frozenset(COMPUTE).__contains__, 1, 1)(timeline["kind"]).astype(bool)
+
+
+def _idle(step: Shares) -> float:
+    return max(0.0, len(step.computing) * step.makespan - float(step.computing.sum()))
+
+
+def _median(values: list[float]) -> float:
+    return float(np.median(values)) if values else 0.0

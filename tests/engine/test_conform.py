@@ -1,0 +1,135 @@
+"""Conformance says yes only when the ops measured are the ops planned, in order, with their bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine import modes
+from engine.conform import conform
+from engine.cost.machine import machine
+from engine.finish import settle
+from engine.job import Job, prepare
+from engine.simulate import simulate
+from engine.spec import Spec
+from engine.timeline import Span
+
+STEPS = 4
+
+
+def job_of(mode: str) -> Job:
+    return prepare(Spec(mode=mode, devices=2, model="mlp", steps=STEPS))
+
+
+def as_measured(job: Job) -> list[Span]:
+    """What a run that does exactly what was planned would have recorded; collectives do not know their part."""
+    spans = []
+    for step in range(STEPS):
+        for span in simulate(modes.plan(job, step), machine("local")).timeline.spans():
+            shifted = span._replace(step=step, start=span.start + step, end=span.end + step)
+            spans.append(shifted._replace(part="") if span.kind in ("all_reduce", "broadcast") else shifted)
+    return spans
+
+
+def verdict(job: Job, spans: list[Span]) -> dict:
+    return conform(spans, lambda step: modes.plan(job, step), range(STEPS))[0]
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "ddp", "layer_split", "pipeline"])
+def test_a_run_that_does_what_was_planned_conforms(mode):
+    job = job_of(mode)
+    spans = as_measured(job)
+    report = verdict(job, spans)
+    assert report == {
+        "ok": True, "planned": len(spans), "measured": len(spans), "matched": len(spans), "first_difference": None,
+    }  # fmt: skip
+
+
+def test_parts_are_filled_in_from_the_plan():
+    job = prepare(Spec(mode="ddp", devices=2, model="mlp", bucket_mb=0.2, steps=STEPS))
+    joined = conform(as_measured(job), lambda step: modes.plan(job, step), range(STEPS))[1]
+    parts = [s.part for s in joined if s.kind == "all_reduce" and s.rank == 0 and s.step == 3]
+    assert parts == ["bucket0", "bucket1"]
+
+
+def first_of(spans: list[Span], **what) -> int:
+    return next(i for i, s in enumerate(spans) if all(getattr(s, k) == v for k, v in what.items()))
+
+
+# Each breaks a run that conforms in one way: the negative controls.
+BREAK = {
+    "an op is missing": lambda spans, i: spans.pop(i),
+    "an op came twice": lambda spans, i: spans.append(spans[i]._replace(start=spans[i].end, end=spans[i].end)),
+    "bytes differ": lambda spans, i: spans.__setitem__(i, spans[i]._replace(bytes=spans[i].bytes + 4)),
+    "another kind": lambda spans, i: spans.__setitem__(i, spans[i]._replace(kind="broadcast")),
+    "another payload": lambda spans, i: spans.__setitem__(i, spans[i]._replace(payload="weights")),
+    "another microbatch": lambda spans, i: spans.__setitem__(i, spans[i]._replace(microbatch=7)),
+    "another peer": lambda spans, i: spans.__setitem__(i, spans[i]._replace(peer=spans[i].rank)),
+    "another lane": lambda spans, i: spans.__setitem__(i, spans[i]._replace(lane="elsewhere")),
+}
+
+
+@pytest.mark.parametrize("how", BREAK)
+def test_one_wrong_op_is_seen_and_named(how):
+    job = job_of("pipeline")
+    spans = as_measured(job)
+    index = first_of(spans, kind="send", step=2, rank=0)
+    BREAK[how](spans, index)
+    report = verdict(job, spans)
+    assert report["ok"] is False
+    assert report["first_difference"]["step"] == 2
+    assert report["matched"] < max(report["planned"], report["measured"])
+
+
+def test_two_computes_in_the_wrong_order_are_seen():
+    job = job_of("pipeline")
+    spans = as_measured(job)
+    a = first_of(spans, kind="forward", step=1, rank=0, microbatch=0)
+    b = first_of(spans, kind="forward", step=1, rank=0, microbatch=1)
+    times = [(spans[i].start, spans[i].end) for i in (a, b)]
+    spans[a] = spans[a]._replace(start=times[1][0], end=times[1][1])
+    spans[b] = spans[b]._replace(start=times[0][0], end=times[0][1])
+    report = verdict(job, spans)
+    assert report["first_difference"]["planned"] == "forward s0 m0"
+    assert report["first_difference"]["measured"] == "forward s0 m1"
+
+
+def test_collectives_that_overlap_have_no_order_but_others_do():
+    """gloo runs two at a time and notes the start of each on its own thread."""
+    job = prepare(Spec(mode="ddp", devices=2, model="mlp", bucket_mb=0.2, steps=STEPS))
+    spans = as_measured(job)
+    first, second = (i for i, s in enumerate(spans) if s.kind == "all_reduce" and s.rank == 0 and s.step == 3)
+    begin = spans[first].start
+    spans[first] = spans[first]._replace(start=begin + 2e-6, end=begin + 9e-6)
+    spans[second] = spans[second]._replace(start=begin + 1e-6, end=begin + 8e-6)
+    assert verdict(job, spans)["ok"] is True
+    spans[second] = spans[second]._replace(end=begin + 1.5e-6)
+    assert verdict(job, spans)["ok"] is False
+
+
+def test_nothing_recorded_does_not_conform():
+    assert verdict(job_of("ddp"), [])["ok"] is False
+
+
+def message(kind: str, rank: int, peer: int, start: float, end: float) -> Span:
+    return Span(rank, f"pp:{min(rank, peer)}>{max(rank, peer)}", kind, 0, start, end, payload="activation", peer=peer)
+
+
+def test_waiting_is_taken_out_of_messages():
+    """Entered at 0, sent at 5, there at 6; the sender looks for its end only at 9."""
+    recv, send = settle([message("recv", 1, 0, 0.0, 6.0), message("send", 0, 1, 5.0, 9.0)])
+    assert (recv.start, recv.end) == (5.0, 6.0)
+    assert (send.start, send.end) == (5.0, 6.0)
+
+
+def test_messages_pair_first_in_first_out():
+    spans = [message("send", 0, 1, t, t + 9) for t in (0.0, 1.0)] + [
+        message("recv", 1, 0, t, t + 1) for t in (0.0, 1.5)
+    ]
+    settled = settle(spans)
+    assert [s.end for s in settled[:2]] == [1.0, 2.5]
+    assert [s.start for s in settled[2:]] == [0.0, 1.5]
+
+
+def test_a_send_noted_late_began_before_it_was_received():
+    recv, send = settle([message("recv", 1, 0, 0.0, 6.0), message("send", 0, 1, 6.5, 9.0)])
+    assert send.start <= recv.start <= recv.end == send.end == 6.0
