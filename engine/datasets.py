@@ -192,6 +192,7 @@ def _token_dataset(train: np.ndarray, validation: np.ndarray, num_classes: int, 
 # digits: the images that ship with Lockstep
 
 
+@functools.cache  # a process that forks workers loads it once for all of them
 def _load_digits() -> Dataset:
     table = np.loadtxt(DIGITS_FILE, delimiter=",", dtype=np.uint8)
     # The file goes through the digits in order, again and again, writer by writer, so any regular

@@ -141,9 +141,10 @@ def uniform(plan: Plan) -> Plan:
         role, count = split, int(split.max()) + 1
     if count == len(plan.programs):
         return plan
-    _, first_rank, role = np.unique(role, return_index=True, return_inverse=True)
-    programs = tuple(plan.program(rank) for rank in first_rank.tolist())
-    return Plan(plan.mesh, programs, tuple(role.tolist()), plan.layers)
+    first_rank = {played: rank for rank, played in reversed(list(enumerate(role.tolist())))}
+    numbers = {played: i for i, played in enumerate(sorted(first_rank, key=first_rank.get))}
+    programs = tuple(plan.program(first_rank[played]) for played in numbers)
+    return Plan(plan.mesh, programs, tuple(numbers[played] for played in role.tolist()), plan.layers)
 
 
 def _coordinates(plan: Plan, axis: str) -> tuple[np.ndarray, int, int]:
@@ -154,7 +155,7 @@ def _coordinates(plan: Plan, axis: str) -> tuple[np.ndarray, int, int]:
 
 
 def _split(role: np.ndarray, program: np.ndarray, talks: list, coordinates: dict) -> np.ndarray:
-    """Roles split once by whom their ranks talk to, in the order of the roles that they come from."""
+    """Roles split once, by the roles that their ranks talk to."""
     groups = {axis: _group_kinds(role, *place) for axis, place in coordinates.items()}
     out, count = np.empty_like(role), 0
     for now in range(int(role.max()) + 1):

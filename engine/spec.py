@@ -29,7 +29,11 @@ class SpecError(ValueError):
     def __init__(self, code: str, setting: str, value: Any = None, *, suggest: typing.Iterable = (), **values: Any):
         self.code, self.setting, self.value = code, setting, value
         self.suggest = tuple(suggest)
-        self.values = {"setting": setting, "value": _show(value), **{k: _show(v) for k, v in values.items()}}
+        self.values = {
+            "setting": setting.replace("_", "-"),
+            "value": _show(value),
+            **{k: _show(v) for k, v in values.items()},
+        }
         self.values["suggest"] = ", ".join(_show(s) for s in self.suggest)
         sentence = RULES[code].format_map(self.values)
         super().__init__(sentence + (f" Try: {self.values['suggest']}." if self.suggest else ""))
@@ -262,7 +266,7 @@ def _checked(f: Any, value: Any) -> Any:
         raise wrong
     limits = f.metadata
     if kind is float and not math.isfinite(value):
-        raise SpecError("not_finite", f.name, str(value))
+        raise SpecError("not_finite", f.name, str(value), suggest=[f.default])
     if limits["choices"] and value not in limits["choices"]:
         near = closest(value, limits["choices"])
         raise SpecError("unknown_name", f.name, value, suggest=near or limits["choices"])

@@ -13,7 +13,7 @@ from engine.plan import COMPUTE
 
 
 class Look(NamedTuple):
-    """`ink` is readable on `colour`. `pattern` is the second cue of a span (Plotly's names), `shape` that of a packet."""
+    """`ink` is readable on `colour`. Second cues: `pattern` of a span (in Plotly's names), `shape` of a packet."""
 
     colour: str
     ink: str

@@ -349,6 +349,8 @@ def main() -> None:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     for module in () if options.no_preload else PRELOAD:
         importlib.import_module(module)
+    if not options.no_preload:
+        load("engine.datasets:load")("digits", kind="image")  # kept by the module, so that workers find it made
     work, finish = load(options.worker), load(options.finish)
     gc.collect()
     gc.freeze()  # workers share these pages; a collection would copy them all

@@ -80,6 +80,7 @@ class Recorder:
             return
         step, begin, _ = self._steps[-1]
         self._steps[-1] = (step, begin, self.now())
+        self.doing = ""
         for passed in self._passes:
             passed.collect()
         self._passes.clear()

@@ -61,7 +61,7 @@ def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") 
         recorder.flush()
         _validate(job, place, training)
     except Exception as error:
-        error.step, error.op = step, recorder.doing
+        error.step, error.op = (step if step >= 0 else None), recorder.doing or None
         recorder.flush()
         raise
     # A process group is never destroyed: the process ends instead. Its destructor joins gloo's threads while it holds

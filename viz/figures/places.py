@@ -19,7 +19,7 @@ MAX_BOXES = 16
 MAX_CELLS = 24
 OUTSIDE = -1  # where a batch comes from
 
-BOX_WIDTHS, BOX_SHARE = (56, 210), 0.62  # narrowest and widest; part of a column that its box takes
+BOX_WIDTHS, BOX_SHARE = (56, 250), 0.64  # narrowest and widest; part of a column that its box takes
 MARGIN, GAP = 44, 58  # above and below all boxes, where batches enter; between two rows of boxes
 TITLE, FOOT, PAD = 34, 26, 10  # inside a box: above the cells, below them, at their sides
 CELL_HEIGHTS, MAX_COLUMN = (14, 26), 8  # of cells stacked in a column; more than these stand in one row
@@ -27,7 +27,7 @@ LANE = 7  # how far each direction of a link lies from the middle
 
 
 class Cell(NamedTuple):
-    """One layer of the model in one device, or a few where there are many. `layers`: index of the first, and the end."""
+    """One layer of the model in one device, or a few where there are many: those from `layers[0]` up to `layers[1]`."""
 
     layers: tuple[int, int]
     name: str
@@ -56,7 +56,7 @@ class Box(NamedTuple):
 
 
 class Places(NamedTuple):
-    """`boxes` are those of the first ranks, `hidden` says how many are not drawn. y counts upwards from 0 to `height`."""
+    """`boxes` of the first ranks; `hidden`: how many ranks have none. y counts upwards from 0 to `height`."""
 
     boxes: tuple[Box, ...]
     hidden: int
@@ -119,6 +119,7 @@ def device_graph(plan: Plan, drawn: int) -> nx.DiGraph:
                 graph.add_edges_from((a, b) for m in group[1:] for a, b in ((group[0], m), (m, group[0])))
             elif len(group) > 1:
                 graph.add_edges_from(zip(group, group[1:] + group[:1], strict=True))
+    graph.graph["lines"] = "row" if rooted and drawn > 2 else "column"
     for rank, (column, row) in _spots(plan, drawn, rooted).items():
         graph.nodes[rank].update(column=column, row=row)
     return graph
@@ -152,22 +153,17 @@ def _spots(plan: Plan, drawn: int, rooted: bool) -> dict[int, tuple[int, int]]:
 
 
 def grid(graph: nx.DiGraph) -> dict[int, tuple[float, float]]:
-    """(column, row) of each device from 0, fractions included: shorter columns, and rows under a root, are centred."""
-    rows = {row for _, row in graph.nodes(data="row")}
-    width = {row: sum(r == row for _, r in graph.nodes(data="row")) for row in rows}
-    rooted = len(rows) > 1 and width[0] == 1 < max(width.values())
-    key, align = ("row", "horizontal") if rooted else ("column", "vertical")
-    spots = nx.multipartite_layout(graph, subset_key=key, align=align, scale=1) if len(graph) > 1 else {0: (0.0, 0.0)}
-    # networkx centres and scales as it likes: only who is left of whom, and above whom, is taken from it.
-    line = {n: sorted(m for m in graph if graph.nodes[m][key] == graph.nodes[n][key]) for n in graph}
-    longest = max(len(members) for members in line.values())
-    across = 0 if rooted else 1
-    out = {}
-    for n, members in line.items():
-        order = sorted(members, key=lambda m: spots[m][across] if rooted else graph.nodes[m]["row"])
-        along = order.index(n) + (longest - len(members)) / 2
-        out[n] = (along, graph.nodes[n]["row"]) if rooted else (graph.nodes[n]["column"], along)
-    return out
+    """(column, row) of each device, from 0: what is shorter than the rest stands in the middle, so fractions occur."""
+    key, other = ("row", "column") if graph.graph["lines"] == "row" else ("column", "row")
+    lines: dict[int, list[int]] = {}
+    for rank in sorted(graph, key=lambda n: (graph.nodes[n][key], graph.nodes[n][other])):
+        lines.setdefault(graph.nodes[rank][key], []).append(rank)
+    spots = nx.multipartite_layout(graph, subset_key=lines, align="horizontal" if key == "row" else "vertical")
+    # networkx puts neighbours 1 apart, then scales all to one size.
+    xs, ys = ([spot[i] for spot in spots.values()] for i in (0, 1))
+    most = max(len(lines), *(len(members) for members in lines.values())) - 1
+    unit = max(max(xs) - min(xs), max(ys) - min(ys)) / most if most else 1.0
+    return {n: (round((x - min(xs)) / unit, 6), round((y - min(ys)) / unit, 6)) for n, (x, y) in sorted(spots.items())}
 
 
 def _cells(layers: Sequence[str], holds: set[int], inner: tuple, stacked: bool) -> tuple[Cell, ...]:

@@ -1,1 +1,1 @@
-"""What the engine knows and what a visitor chose -> Streamlit pages. Only layout and widgets: nothing is computed here."""
+"""What the engine knows and what a visitor chose -> Streamlit pages: layout and widgets, no computation."""

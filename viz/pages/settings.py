@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import streamlit as st
 
 from engine import modes
 from engine.cost.machine import MACHINES
 from engine.job import MODEL_DATASETS, Job, applies
-from engine.spec import MODES, MODELS, SpecError, parse_text, type_of
+from engine.spec import MODELS, MODES, SpecError, parse_text, type_of
 from viz.locales import LANGUAGES, Catalogue
 from viz.locales.engine import explain, help_of, lesson
 from viz.pages.state import FIELDS, Asked, act, param, write
@@ -55,7 +54,7 @@ def show_language(asked: Asked) -> None:
 
 
 def show_settings(asked: Asked, job: Job, error: SpecError | None, text: Catalogue) -> None:
-    """`job` is what is drawn now, and gives what is not set its default; `error` is why it is not what was asked for."""
+    """`job` is what is drawn, and gives what is not set its default; `error` is why it is not what was asked for."""
     shown = {"mode"} | {name for name in _names(ROWS + MORE) if applies(name, asked.mode, asked.model)}
     if asked.mode == "single":
         shown.discard("devices")
@@ -98,7 +97,9 @@ def _show_rows(
 ) -> None:
     for row in rows:
         names = [name for name in row if name in shown]
-        for name, place in zip(names, st.columns(len(names), vertical_alignment="bottom") if names else (), strict=True):
+        for name, place in zip(
+            names, st.columns(len(names), vertical_alignment="bottom") if names else (), strict=True
+        ):
             with place:
                 _control(name)(name, asked, job, text)
         for name in names:
@@ -140,28 +141,33 @@ def _show_choice(name: str, asked: Asked, job: Job, text: Catalogue) -> None:
 
 
 def _show_number(name: str, asked: Asked, job: Job, text: Catalogue) -> None:
-    """An empty field stands for the default, which it shows in grey; what is no number is shown there too."""
-    key, field, written = _key(name), FIELDS[name], asked.value(name)
-    kind, optional = type_of(field)
-    value = _number(name, written) if written is not None else None if optional else field.default
-    default = getattr(job.spec, name) if optional else field.default
+    """The number that was written, or that follows from the other settings; what is no number is shown in grey."""
+    key, written = _key(name), asked.value(name)
+    kind, _ = type_of(FIELDS[name])
+    follows = job.steps if name == "steps" else getattr(job.spec, name)
+    by_epochs = name == "steps" and written is None and asked.value("epochs") is not None
+    value = follows if written is None and not by_epochs else _number(name, written)
     st.session_state[key] = value
     st.number_input(
         text(f"setting.{name}"),
-        value=None,
+        # With "min", unlike None, the field cannot be cleared; the session's value is shown in either case.
+        value=None if value is None or name == "epochs" else "min",
         min_value=None if kind is int else -1e300,
         max_value=None if kind is int else 1e300,
         step=1 if kind is int else {"lr": 0.01}.get(name, 1.0),
         format=None if kind is int else "%g",
-        placeholder=written if written is not None else write(default) or text("settings.none"),
+        placeholder=written if written is not None else write(follows) or text("settings.none"),
+        disabled=by_epochs,
         key=key,
         help=help_of(text.language, name),
         on_change=act(_take, name),
     )
 
 
-def _number(name: str, written: str) -> int | float | None:
+def _number(name: str, written: str | None) -> int | float | None:
     """The number that was written, if the control can show it."""
+    if written is None:
+        return None
     try:
         value = parse_text(FIELDS[name], written)
     except SpecError:
@@ -194,6 +200,7 @@ def _key(name: str) -> str:
 def _take(asked: Asked, name: str) -> None:
     value = st.session_state[_key(name)]
     asked.set(name, None if value == "" else write(value))
+    asked.shorten(param(name))
 
 
 def _error_at(name: str, error: SpecError | None, text: Catalogue) -> None:

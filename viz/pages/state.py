@@ -6,6 +6,7 @@ wrong value is explained where it is set, not dropped. The names are those of th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,8 +14,8 @@ from typing import Any
 
 import streamlit as st
 
-from engine.job import MODEL_DATASETS, applies
-from engine.spec import MODELS, MODES, Spec
+from engine.job import MODEL_DATASETS, applies, prepare
+from engine.spec import MODELS, MODES, Spec, SpecError
 from viz import locales
 
 FIELDS = {f.name: f for f in dataclasses.fields(Spec)}
@@ -30,7 +31,7 @@ class Asked:
     language: str = locales.DEFAULT
     url: dict[str, str] = field(default_factory=dict)  # the query as it was written last
     acted: bool = False  # a widget's callback changed something: the URL is behind, not ahead
-    page: str = ""
+    page: str = ""  # the one that was shown last
 
     def value(self, name: str) -> str | None:
         """The text that a setting was given; None when it was not."""
@@ -46,6 +47,16 @@ class Asked:
 
     def set_all(self, spec: Spec) -> None:
         self.settings, self.aside = spec.to_params(), {}
+        self.shorten(*self.settings)
+
+    def shorten(self, *keys: str) -> None:
+        """Leave out those settings that follow from the others anyway."""
+        for key in keys:
+            rest = {k: v for k, v in self.settings.items() if k != key}
+            with contextlib.suppress(SpecError):  # what does not work is kept and explained
+                wanted = prepare(Spec.from_params(self.settings)).spec
+                if prepare(Spec.from_params(rest)).spec == wanted:
+                    self.settings = rest
 
     @property
     def mode(self) -> str:
@@ -95,22 +106,27 @@ def write(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def read_url(page: str) -> Asked:
-    """This session's state, brought up to date with the URL: a link, or back and forward, may have changed it."""
+def read_language() -> str:
+    """The URL's language, else the one that was chosen before: a change of page clears the query."""
     if "asked" not in st.session_state:
         st.session_state.asked = Asked()
-        fresh = True
-    else:
-        fresh = False
+    asked: Asked = st.session_state.asked
+    if not asked.acted:
+        asked.language = st.query_params.get("lang", asked.language)
+    return asked.language
+
+
+def read_url(page: str) -> Asked:
+    """This session's state, brought up to date with the URL: a link, or back and forward, may have changed it."""
+    read_language()
     asked: Asked = st.session_state.asked
     query = st.query_params.to_dict()
-    # Changing pages clears the query; what was asked for comes back into it.
-    returned = asked.page != page and not query
-    if fresh or (not asked.acted and query != asked.url and not returned):
-        asked.language = query.pop("lang", asked.language if asked.page != page else locales.DEFAULT)
-        if page == "lab":
-            asked.run = query.pop("run", None)
-            asked.settings, asked.aside = query, {}
+    # What was asked for comes back into the query that a change of page has cleared.
+    returned = asked.page not in ("", page) and not query.keys() - {"lang"}
+    if page == "lab" and not asked.acted and query != asked.url and not returned:
+        query.pop("lang", None)
+        asked.run = query.pop("run", None)
+        asked.settings, asked.aside = query, {}
     asked.acted, asked.page = False, page
     return asked
 

@@ -1,0 +1,69 @@
+"""A run's folder or a spec file -> one HTML file with the moving picture in it, which plays without a network.
+
+python -m viz.export runs/20261130-051412-ddp4-a1b2 --output ddp4.html --language zh
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from engine import simulate
+from engine.archive import read_spec
+from engine.spec import Spec, SpecError
+from engine.timeline import Timeline
+from viz import player
+from viz.figures.moving import moving_picture
+from viz.figures.picture import VIEWS, picture_info, typical_step
+from viz.locales import LANGUAGES, text
+
+
+def export(source: str | Path, output: str | Path, language: str = "en", view: str | None = None) -> Path:
+    """`source`: a run's folder, or a JSON file with a spec. `view`: by default measured where there is a measured
+    timeline, else predicted. Raises SpecError when the source is neither."""
+    source, output = Path(source), Path(output)
+    spec, measured = _read(source)
+    prediction = simulate(spec)
+    view = view or ("measured" if measured is not None else "predicted")
+    if view != "predicted" and measured is None:
+        raise SpecError("no_file", "timeline", f"{source}: nothing was measured", suggest=["predicted"])
+    step = None if measured is None else measured.step(typical_step(measured))
+    memory = prediction.summary()["peak_memory"]
+    info = picture_info(prediction.plan, prediction.job.layers, prediction.timeline, step, view, memory)
+    words = text(language)
+    title = words("player.page_title", mode=spec.mode, devices=spec.devices)
+    output.write_text(player.page(moving_picture(info, words), title, language), encoding="utf-8")
+    return output
+
+
+def _read(source: Path) -> tuple[Spec, Timeline | None]:
+    if not source.is_dir():
+        return Spec.from_file(source), None
+    path = source / "timeline.parquet"
+    measured = Timeline.load(path) if path.exists() else None
+    return read_spec(source), measured if measured is not None and len(measured) else None
+
+
+def main(words: list[str] | None = None) -> int:
+    """Status 0: written; 1: the file cannot be written; 2: wrong input."""
+    parser = argparse.ArgumentParser(prog="python -m viz.export", description=__doc__.splitlines()[0])
+    parser.add_argument("source", help="a run's folder, or a JSON file with a spec")
+    parser.add_argument("--output", required=True, help="the HTML file to write")
+    parser.add_argument("--language", default="en", choices=tuple(LANGUAGES))
+    parser.add_argument("--view", choices=VIEWS, help="default: measured where something was measured")
+    given = parser.parse_args(words)
+    try:
+        output = export(given.source, given.output, given.language, given.view)
+    except SpecError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"Cannot write {given.output}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    print(f"{output} ({output.stat().st_size / 1e6:.1f} MB)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""A predicted and a measured step -> seconds by kind of op, side by side, each with the error of the prediction."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.plan import KINDS
+from engine.timeline import Timeline
+from viz import theme
+from viz.figures.words import Text, op_name, show_seconds, unit_of
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+
+class Pair(NamedTuple):
+    """Mean seconds of a rank in one step; None where the timeline has no such op. `error`: predicted / measured - 1."""
+
+    kind: str
+    predicted: float | None
+    measured: float | None
+
+    @property
+    def error(self) -> float | None:
+        return self.predicted / self.measured - 1 if self.predicted is not None and self.measured else None
+
+
+class CompareInfo(NamedTuple):
+    pairs: tuple[Pair, ...]  # in the order in which kinds are listed in engine.plan
+
+
+def compare_info(predicted: Timeline, measured: Timeline) -> CompareInfo:
+    """Timelines of one step or more. A receive lasts as long as it is waited for, so it is left to its send."""
+    seconds = [_seconds(timeline) for timeline in (predicted, measured)]
+    kinds = [kind for kind in KINDS if kind != "recv" and any(kind in of for of in seconds)]
+    return CompareInfo(tuple(Pair(kind, *(of.get(kind) for of in seconds)) for kind in kinds))
+
+
+def _seconds(timeline: Timeline) -> dict[str, float]:
+    total: dict[str, float] = defaultdict(float)
+    columns = (timeline[name].tolist() for name in ("kind", "start", "end"))
+    for kind, start, end in zip(*columns, strict=True):
+        total[kind] += end - start
+    return {kind: value / timeline.world_size / max(1, len(timeline.steps)) for kind, value in total.items()}
+
+
+def plot_compare(info: CompareInfo, text: Text) -> go.Figure:
+    """A row a kind: a ring where it was predicted, a dot where it was measured, and a line between them."""
+    import plotly.graph_objects as go
+
+    most = max((value for pair in info.pairs for value in pair[1:] if value is not None), default=0.0)
+    size, unit = unit_of(most)
+    names = [op_name(text, pair.kind) for pair in info.pairs]
+    colours = [theme.LOOKS[theme.look_of(pair.kind)].colour for pair in info.pairs]
+    joined = [
+        (p.predicted, p.measured, None) if None not in (p.predicted, p.measured) else (None,) * 3 for p in info.pairs
+    ]
+    line = {
+        "type": "scatter", "mode": "lines", "hoverinfo": "skip", "showlegend": False,
+        "line": {"color": theme.LINE, "width": 4},
+        "x": [None if value is None else _round(value / size) for values in joined for value in values],
+        "y": [name for name in names for _ in range(3)],
+    }  # fmt: skip
+    data = [line]
+    for source, symbol, name in (
+        ("predicted", "circle-open", text("figure.predicted")),
+        ("measured", "circle", text("figure.measured")),
+    ):
+        values = [getattr(pair, source) for pair in info.pairs]
+        data.append({
+            "type": "scatter", "mode": "markers", "name": name,
+            "x": [None if value is None else _round(value / size) for value in values], "y": names,
+            "marker": {"size": 15, "symbol": symbol, "color": colours, "line": {"width": 3, "color": colours}},
+            "hovertext": [_hover(pair, text) for pair in info.pairs], "hoverinfo": "text",
+        })  # fmt: skip
+    layout = theme.layout(
+        height=70 + 44 * max(1, len(names)),
+        showlegend=True,
+        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        xaxis={"rangemode": "tozero", "ticksuffix": f" {unit}", "nticks": 7, "showline": True, "linecolor": theme.LINE},
+        yaxis={"autorange": "reversed", "automargin": True, "type": "category"},
+    )
+    return go.Figure({"data": data, "layout": layout})
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _hover(pair: Pair, text: Text) -> str:
+    name = op_name(text, pair.kind)
+    if pair.error is not None:
+        shown = {"predicted": show_seconds(pair.predicted), "measured": show_seconds(pair.measured)}
+        return text("figure.compare.hover", op=name, error=f"{pair.error:+.0%}", **shown)
+    known = [
+        (word, value) for word, value in zip(("predicted", "measured"), pair[1:], strict=True) if value is not None
+    ]
+    sources = {"predicted": text("figure.predicted"), "measured": text("figure.measured")}
+    return " · ".join(text("figure.compare.only", op=name, source=sources[w], time=show_seconds(v)) for w, v in known)

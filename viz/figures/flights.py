@@ -1,0 +1,122 @@
+"""Spans -> flights: what travels from which device to which, when, and in which steps.
+
+A message flies from the start of its send to the end of its receive. A collective moves in the rounds of its
+algorithm, once its last member has joined: an all-reduce in 2(n-1) rounds round a ring, an all-gather or a
+reduce-scatter in n-1, a broadcast down the ring; one that has a root goes straight between it and the others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.plan import COLLECTIVES, COMPUTE, Mesh
+from engine.timeline import NONE, Span
+from viz.figures.places import OUTSIDE, is_rooted
+
+SHORTEST = 0.03  # of the whole clock: what takes less is still seen to move
+
+
+class Flight(NamedTuple):
+    """`path`: the legs (from rank, to rank), each taking the same time. `number`: microbatch or bucket, or -1."""
+
+    start: float
+    end: float
+    payload: str
+    number: int
+    path: tuple[tuple[int, int], ...]
+
+
+def flights(spans: Sequence[Span], mesh: Mesh, end: float) -> tuple[Flight, ...]:
+    """`spans` of the drawn ranks; `end` of the clock, in seconds. What has lost its other end flies all the same."""
+    found = [*_loads(spans), *_messages(spans), *_collectives(spans, mesh)]
+    numbered = {f.number for f in found if f.number >= 0}
+    shortest = shortest_flight(spans, end)
+    seen = [_visible(f, shortest, end) for f in found]
+    return tuple(sorted(f if len(numbered) > 1 else f._replace(number=NONE) for f in seen))
+
+
+def shortest_flight(spans: Iterable[Span], end: float) -> float:
+    """Seconds that a flight takes at least: long enough to be seen, no longer than a usual op."""
+    lengths = [s.end - s.start for s in spans if s.kind in COMPUTE and s.end > s.start]
+    return min(SHORTEST * end, float(np.median(lengths)) if lengths else SHORTEST * end)
+
+
+def _visible(flight: Flight, shortest: float, end: float) -> Flight:
+    shortest *= max(1, len(flight.path) / 2)
+    stop = min(max(flight.end, flight.start + shortest), end)
+    return flight._replace(start=max(0.0, min(flight.start, stop - shortest)), end=stop)
+
+
+def _loads(spans: Iterable[Span]) -> list[Flight]:
+    return [Flight(s.start, s.end, "batch", NONE, ((OUTSIDE, s.rank),)) for s in spans if s.kind == "load"]
+
+
+def _messages(spans: Iterable[Span]) -> list[Flight]:
+    """The k-th send over a link in a step is the k-th receive: first in, first out."""
+    sends, receives = defaultdict(list), defaultdict(list)
+    for span in sorted(spans, key=lambda s: s.start):
+        if span.kind == "send":
+            sends[span.step, span.lane, span.rank, span.peer].append(span)
+        elif span.kind == "recv":
+            receives[span.step, span.lane, span.peer, span.rank].append(span)
+    drawn = {span.rank for span in spans}
+    found = []
+    for link, starts in sends.items():
+        ends = receives.get(link, [])
+        for i, send in enumerate(starts):
+            if send.peer in drawn:
+                stop = ends[i].end if i < len(ends) else send.end
+                found.append(Flight(send.start, stop, send.payload, send.microbatch, ((send.rank, send.peer),)))
+    return found
+
+
+def _collectives(spans: Sequence[Span], mesh: Mesh) -> list[Flight]:
+    """The k-th collective of a rank over an axis in a step is the k-th one of every other member of its group."""
+    calls: dict[tuple, list[Span]] = defaultdict(list)
+    counts: dict[tuple, int] = defaultdict(int)
+    kinds: dict[str, set[str]] = defaultdict(set)
+    drawn = {span.rank for span in spans}
+    for span in sorted(spans, key=lambda s: s.start):
+        if span.kind not in COLLECTIVES:
+            continue
+        group = mesh.group(span.rank, span.group) if span.group in mesh.axes else tuple(sorted(drawn))
+        place = (span.step, span.group, group)
+        calls[(*place, counts[(*place, span.rank)])].append(span)
+        counts[(*place, span.rank)] += 1
+        kinds[span.group].add(span.kind)
+    found = []
+    for (_, axis, group, _), members in calls.items():
+        ring = [rank for rank in group if rank in drawn]
+        start, stop = max(s.start for s in members), max(s.end for s in members)
+        first = members[0]
+        for path in paths(first.kind, ring, rooted=is_rooted(kinds[axis])):
+            found.append(Flight(start, stop, first.payload, bucket_of(first.part), path))
+    return found
+
+
+def paths(kind: str, ring: Sequence[int], *, rooted: bool) -> list[tuple[tuple[int, int], ...]]:
+    """The way of each piece of a collective over the ranks of `ring`, whose first is the root where there is one."""
+    n = len(ring)
+    if n < 2:
+        return []
+    root, others = ring[0], ring[1:]
+    if kind in ("gather", "reduce"):
+        return [((rank, root),) for rank in others]
+    if kind == "scatter" or (kind == "broadcast" and rooted):
+        return [((root, rank),) for rank in others]
+    hops = [(ring[i], ring[(i + 1) % n]) for i in range(n)]
+    if kind == "broadcast":
+        return [tuple(hops[:-1])]
+    rounds = 2 * (n - 1) if kind == "all_reduce" else n - 1
+    return [tuple(hops[(i + k) % n] for k in range(rounds)) for i in range(n)]
+
+
+def bucket_of(part: str) -> int:
+    """The number at the end of a part's name: bucket3 -> 3; -1 where there is none."""
+    found = re.search(r"bucket(\d+)$", part)
+    return int(found[1]) if found else NONE

@@ -1,0 +1,163 @@
+"""What a picture shows -> the payload of the player: the still figure, and in columns everything that moves.
+
+Times are in the unit of the clock's axis, texts are indices into `strings`, so that a thousand spans stay small.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from viz import theme
+from viz.figures import words
+from viz.figures.picture import PictureInfo, caption, digits_of, look_of, place_of
+from viz.figures.places import Box, segment
+from viz.figures.rows import Bar
+from viz.figures.still import gauge, still_layout, still_traces
+
+WHOLE, NO_CELL = -1, -2  # instead of the index of a cell: every layer that the device holds; none
+MAX_LAYERS_NAMED = 8
+
+
+class Strings(dict):
+    """A text -> its place among the texts seen so far."""
+
+    def __missing__(self, text: str) -> int:
+        self[text] = len(self)
+        return self[text]
+
+
+def moving_picture(
+    info: PictureInfo, text: words.Text, id: str = "picture", seconds: float | None = None
+) -> dict[str, Any]:
+    """Plain JSON values. A payload with the `id` of the one before it keeps the clock where it is. `seconds`: how long
+    it plays at normal speed."""
+    looks = {look: i for i, look in enumerate(theme.LOOKS)}
+    strings = Strings()
+    figure = {"data": still_traces(info, text), "layout": still_layout(info, text)}
+    figure["layout"]["hovermode"] = False  # the player finds the span under the mouse itself
+    staged = len({stage for box in info.places.boxes for stage in box.stages}) > 1
+    unit, digits = info.unit[0], digits_of(info)
+
+    def clock(time: float) -> float:
+        return round(time / unit, digits)
+
+    return {
+        "id": id,
+        "figure": figure,
+        "axes": ["xaxis", "yaxis", "xaxis2", "yaxis2"],
+        "theme": dict(theme.THEME),
+        "end": clock(info.end),
+        "unit": [unit, info.unit[1]],
+        "seconds": seconds or info.seconds,
+        "fade": clock(info.fade),
+        "stops": [clock(time) for time in info.stops],
+        "pauses": [clock(time) for time in info.pauses],
+        "looks": [[look.colour, look.ink, look.shape] for look in theme.LOOKS.values()],
+        "legend": _legend(info, text, looks),
+        "caption": caption(info, text),
+        "boxes": [_box(box, text, staged) for box in info.places.boxes],
+        "spans": _spans(info, text, looks, strings, clock),
+        **_flights(info, looks, clock),
+        "strings": list(strings),
+        "text": _player_text(text),
+    }
+
+
+def _legend(info: PictureInfo, text: words.Text, looks: dict[str, int]) -> list[list]:
+    """[look, travels, words] of what occurs: what is computed, then what travels."""
+    computed = dict.fromkeys(look_of(bar) for bar in info.rows.bars if bar.computes and bar.span.kind != "load")
+    moved = {flight.payload if flight.payload in looks else "other" for flight in info.flights}
+    order = [look for look in theme.LOOKS if look in computed], [look for look in theme.LOOKS if look in moved]
+    return [[looks[look], travels, words.look_name(text, look)] for travels, part in enumerate(order) for look in part]
+
+
+def _box(box: Box, text: words.Text, staged: bool) -> dict[str, Any]:
+    _, x1, y = gauge(box)
+    named = len(box.cells) <= MAX_LAYERS_NAMED
+    return {
+        "at": [round(v, 1) for v in (box.x0, box.x1, box.y0, box.y1)],
+        "name": text("figure.rank", rank=box.rank),
+        "titles": _titles(box, text, staged),
+        "memory": [round(x1 + 8, 1), round(y, 1), words.show_bytes(box.memory)],
+        "cells": [[round(v, 1) for v in cell[3:]] for cell in box.cells],
+        "held": [int(cell.held) for cell in box.cells],
+        "layers": [cell.name if named else "" for cell in box.cells],
+    }
+
+
+def _titles(box: Box, text: words.Text, staged: bool) -> list[str]:
+    """From the longest to the shortest: the player takes the first that fits."""
+    rank = text("figure.rank", rank=box.rank)
+    longest = [words.rank_and_stage(text, box.rank, box.stages)] if staged else []
+    return [*longest, rank, str(box.rank)]
+
+
+def _spans(info: PictureInfo, text: words.Text, looks: dict[str, int], strings: Strings, clock) -> dict[str, list]:
+    """Columns, one entry a bar, in order of start. `label`: texts from long to short, joined by tabs. `front`: 1 for an
+    op that computes, 2 for one that talks, 0 for what is only beneath another timeline."""
+    bars = info.rows.bars
+    lanes = sorted({(round(bar.y0, 1), round(bar.y1, 1)) for bar in bars})
+    lane = {at: i for i, at in enumerate(lanes)}
+    return {
+        "t0": [clock(bar.span.start) for bar in bars],
+        "t1": [clock(bar.span.end) for bar in bars],
+        "box": [bar.row for bar in bars],
+        "lane": [lane[round(bar.y0, 1), round(bar.y1, 1)] for bar in bars],
+        "lanes": lanes,
+        "look": [looks[look_of(bar)] for bar in bars],
+        "veiled": [int(bar.behind or info.view == "predicted") for bar in bars],
+        "front": [0 if bar.behind else 1 if bar.computes else 2 for bar in bars],
+        "cell": [_cell(info, bar) for bar in bars],
+        "words": [strings[words.describe(text, bar.span, numbered=info.numbered)] for bar in bars],
+        "label": [strings["\t".join(words.labels(text, bar.span, numbered=info.numbered))] for bar in bars],
+        "place": [strings[place_of(info, text, bar)] for bar in bars],
+        "size": [strings[words.show_bytes(bar.span.bytes) if bar.span.bytes > 0 else ""] for bar in bars],
+    }
+
+
+def _cell(info: PictureInfo, bar: Bar) -> int:
+    """Which of its device's cells lights up."""
+    span, cells = bar.span, info.places.boxes[bar.row].cells
+    if not bar.computes or bar.behind or span.kind == "load":
+        return NO_CELL
+    if not span.part:
+        return WHOLE
+    return next((i for i, cell in enumerate(cells) if span.part == cell.name), NO_CELL)
+
+
+def _flights(info: PictureInfo, looks: dict[str, int], clock) -> dict[str, Any]:
+    """`paths` are places in `links`: a packet enters a device with one leg and leaves it with the next."""
+    numbers: dict[tuple, int] = {}
+    for flight in info.flights:
+        numbers.setdefault(flight.path, len(numbers))
+    legs = {leg: i for i, leg in enumerate(dict.fromkeys(leg for path in numbers for leg in path))}
+    return {
+        "links": [[round(v, 1) for v in segment(info.places, *leg)] for leg in legs],
+        "paths": [[legs[leg] for leg in path] for path in numbers],
+        "flights": {
+            "t0": [clock(f.start) for f in info.flights],
+            "t1": [clock(f.end) for f in info.flights],
+            "look": [looks[f.payload if f.payload in looks else "other"] for f in info.flights],
+            "number": [f.number for f in info.flights],
+            "path": [numbers[f.path] for f in info.flights],
+        },
+    }
+
+
+def _player_text(text: words.Text) -> dict[str, str]:
+    """What the player says itself; `{ranks}` and `{time}` are filled in while it plays."""
+    return {
+        "play": text("player.play"),
+        "pause": text("player.pause"),
+        "back": text("player.back"),
+        "forward": text("player.forward"),
+        "repeat": text("player.repeat"),
+        "full": text("player.full"),
+        "speed": text("player.speed"),
+        "time": text("player.time"),
+        "label": text("player.label"),
+        "ranks": text("figure.ranks", ranks="{ranks}"),
+        "all": text("figure.all_ranks"),
+        "idle": text("figure.idle", ranks="{ranks}"),
+        "starts": text("figure.starts", time="{time}"),
+    }

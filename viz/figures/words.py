@@ -1,0 +1,77 @@
+"""An op, a number of seconds or bytes -> the words that a figure has for it, in the viewer's language.
+
+A figure gets a `text(key, **values)` and has no prose of its own. All keys are in `KEYS`, for the catalogues' test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.plan import COLLECTIVES, COMPUTE, KINDS, MESSAGES, PAYLOADS
+from engine.timeline import NONE, Span
+from viz.figures.flights import bucket_of
+
+Text = Callable[..., str]
+
+OP_KEYS = {kind: f"figure.op.{kind}" for kind in KINDS}
+PAYLOAD_KEYS = {payload: f"figure.payload.{payload}" for payload in PAYLOADS}
+LOOK_KEYS = {kind: OP_KEYS[kind] for kind in COMPUTE} | PAYLOAD_KEYS | {"other": "figure.payload.other"}
+UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+SIZES = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def op_name(text: Text, kind: str) -> str:
+    return text(OP_KEYS[kind]) if kind in OP_KEYS else kind
+
+
+def look_name(text: Text, look: str) -> str:
+    return text(LOOK_KEYS[look])
+
+
+def describe(text: Text, span: Span, *, numbered: bool) -> str:
+    """`forward · microbatch 3`, `all-reduce · gradients · bucket 0`. `numbered`: there are several microbatches."""
+    words = [op_name(text, span.kind)]
+    if span.lane != "compute" and span.payload:
+        words.append(text(PAYLOAD_KEYS[span.payload]) if span.payload in PAYLOAD_KEYS else span.payload)
+    if bucket_of(span.part) != NONE:
+        words.append(text("figure.bucket", bucket=bucket_of(span.part)))
+    elif span.part:
+        words.append(span.part)
+    elif numbered and span.microbatch != NONE:
+        words.append(text("figure.microbatch", microbatch=span.microbatch))
+    return " · ".join(words)
+
+
+def labels(text: Text, span: Span, *, numbered: bool) -> tuple[str, ...]:
+    """What may stand in a span, the longest first. `numbered`: there are several microbatches to tell apart."""
+    name, bucket = op_name(text, span.kind), bucket_of(span.part)
+    if span.kind in MESSAGES or span.kind in COLLECTIVES:
+        if bucket != NONE:
+            return (f"{name} {bucket}", str(bucket))
+        return (f"{name} {span.microbatch}", str(span.microbatch)) if numbered and span.microbatch != NONE else (name,)
+    if span.part:
+        return (f"{name} {span.part}", span.part)
+    return (f"{name} {span.microbatch}", str(span.microbatch)) if numbered and span.microbatch != NONE else (name,)
+
+
+def rank_and_stage(text: Text, rank: int, stages: tuple[int, ...]) -> str:
+    words = [text("figure.rank", rank=rank)]
+    return " · ".join([*words, *(text("figure.stage", stage=stage) for stage in stages)])
+
+
+def unit_of(seconds: float) -> tuple[float, str]:
+    """(seconds in one unit, its name) in which a length of time reads well."""
+    return next((unit for unit in UNITS if abs(seconds) >= unit[0]), UNITS[-1] if seconds else UNITS[0])
+
+
+def show_seconds(seconds: float) -> str:
+    size, name = unit_of(seconds)
+    return f"{seconds / size:.3g} {name}" if abs(seconds / size) < 999.5 else f"{seconds / size:.0f} {name}"
+
+
+def show_bytes(size: int) -> str:
+    """1,000 bytes are a kB, as on a data sheet."""
+    value, power = float(size), 0
+    while value >= 999.5 and power < len(SIZES) - 1:
+        value, power = value / 1000, power + 1
+    return f"{value:.3g} {SIZES[power]}"

@@ -1,0 +1,175 @@
+"""Settings -> the predicted picture at once; a click -> the same training for real, its picture and what it proved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import streamlit as st
+
+from engine import archive
+from engine.job import prepare_real
+from engine.launch import Handle
+from engine.spec import Spec, SpecError
+from viz import locales
+from viz.locales import Catalogue
+from viz.locales.engine import explain, lesson
+from viz.pages.lesson import show_lesson
+from viz.pages.live import open_run, show_live, start_run, state_badge, stop_run
+from viz.pages.numbers import show_numbers
+from viz.pages.picture import measured_timeline, show_picture
+from viz.pages.prediction import Shown, predict_asked
+from viz.pages.settings import escape, show_language, show_settings
+from viz.pages.state import Asked, act, read_url, write_url
+from viz.pages.verdict import notices, show_failure, show_verdict
+
+
+class Opened(NamedTuple):
+    """The run in the URL, and the spec that it was started with, filled in."""
+
+    handle: Handle
+    spec: Spec
+
+    @property
+    def run_dir(self) -> Path:
+        return self.handle.run_dir
+
+
+def show(runs_dir: Path) -> None:
+    asked = read_url("lab")
+    run, wrong_run = _open(asked, runs_dir)
+    write_url(asked)
+    text = locales.text(asked.language)
+    with st.spinner(text("lab.predicting")):
+        shown = predict_asked(asked)
+    with st.sidebar:
+        show_language(asked)
+        show_settings(asked, shown.prediction.job, shown.error, text)
+    _show_head(asked, shown, run, runs_dir, text)
+    if wrong_run is not None:
+        _show_wrong_run(wrong_run, text)
+    if run is None:
+        show_numbers(shown, text)
+        show_picture(shown, None, text, _name(shown))
+    else:
+        _show_run(asked, shown, run, text)
+    show_lesson(shown.prediction.job.spec.mode, text)
+
+
+def _open(asked: Asked, runs_dir: Path) -> tuple[Opened | None, SpecError | None]:
+    """The run in the URL. A link to a run alone brings the run's settings."""
+    try:
+        handle = open_run(asked, runs_dir)
+        if handle is None:
+            return None, None
+        spec = archive.read_spec(handle.run_dir)
+    except SpecError as wrong:
+        return None, wrong
+    if not asked.settings:
+        asked.set_all(spec)
+    return Opened(handle, spec), None
+
+
+def _show_head(asked: Asked, shown: Shown, run: Opened | None, runs_dir: Path, text: Catalogue) -> None:
+    told = lesson(text.language, shown.prediction.job.spec.mode)
+    left, right = st.columns([4, 1.35], vertical_alignment="center", gap="medium")
+    with left:
+        st.markdown(f"## {told.title}")
+        st.caption(told.idea)
+    with right:
+        _show_buttons(asked, shown, run, runs_dir, text)
+    if shown.error is not None:
+        st.warning(text("lab.last_good"), icon=":material/history:")
+    refused = st.session_state.pop("refused", None)
+    if refused is not None:
+        st.error(escape(explain(text.language, refused)), icon=":material/error:")
+
+
+def _show_buttons(asked: Asked, shown: Shown, run: Opened | None, runs_dir: Path, text: Catalogue) -> None:
+    if run is not None and not run.handle.done:
+        stopping = (run.run_dir / "stop").exists()
+        st.button(
+            text("lab.stopping" if stopping else "lab.stop"),
+            key="stop",
+            type="primary",
+            icon=":material/stop:",
+            width="stretch",
+            disabled=stopping,
+            on_click=act(stop_run, runs_dir),
+        )
+        return
+    reason = None
+    if shown.error is not None:
+        reason = text("lab.run.settings")
+    else:
+        try:
+            prepare_real(shown.prediction.job.spec)
+        except SpecError as refused:
+            reason = explain(text.language, refused)
+    st.button(
+        text("lab.run"),
+        key="run",
+        type="primary",
+        icon=":material/play_arrow:",
+        width="stretch",
+        disabled=reason is not None,
+        help=reason or text("lab.run.help"),
+        on_click=act(start_run, runs_dir),
+    )
+
+
+def _clear(asked: Asked) -> None:
+    asked.run = None
+
+
+def _show_wrong_run(wrong: SpecError, text: Catalogue) -> None:
+    with st.container(key="wrong-run"):
+        st.error(escape(explain(text.language, wrong)), icon=":material/error:")
+        st.button(text("lab.wrong_run.clear"), key="clear", on_click=act(_clear))
+
+
+def _show_run(asked: Asked, shown: Shown, run: Opened, text: Catalogue) -> None:
+    """The run in the URL: live while it goes on, then what it came to."""
+    status = archive.read_status(run.run_dir)
+    done = status["state"] in archive.FINAL
+    with st.container(horizontal=True, vertical_alignment="center", gap="small", key="run-line"):
+        if done:
+            st.markdown(state_badge(status["state"], text), width="content")
+        st.markdown(f":gray[{run.handle.run_id}]", width="content")
+        if done:
+            st.button(
+                text("lab.new_run"),
+                key="clear",
+                type="tertiary",
+                icon=":material/close:",
+                help=text("lab.new_run.help"),
+                on_click=act(_clear),
+            )
+    told = [f":material/info: {notice}" for notice in notices(run.spec, text)]
+    if told:
+        st.caption("  \n".join(told))
+    # "auto" became a device when the run was started.
+    same = shown.error is None and shown.prediction.job.spec.with_(device=run.spec.device) == run.spec
+    if not same:
+        with st.container(horizontal=True, vertical_alignment="center", key="other-settings"):
+            st.caption(text("lab.other_settings", run=run.handle.run_id))
+            st.button(text("lab.its_settings"), key="its-settings", on_click=act(Asked.set_all, run.spec))
+    if not done:
+        show_live(run.handle, text)
+        show_picture(shown, None, text, _name(shown))
+        return
+    if status["state"] in ("failed", "broken"):
+        show_failure(status, run.run_dir, text)
+    elif status["state"] == "stopped":
+        st.info(text("lab.stopped"), icon=":material/stop_circle:")
+    result = archive.read_result(run.run_dir)
+    if result is not None:
+        show_verdict(result, text)
+    measured = measured_timeline(run.run_dir) if same else None
+    show_picture(shown, measured, text, run.handle.run_id if same else _name(shown))
+
+
+def _name(shown: Shown) -> str:
+    """Of files that show a prediction."""
+    spec = shown.prediction.job.spec
+    return f"{spec.mode}{spec.devices}-{spec.machine}"

@@ -1,0 +1,34 @@
+"""A prediction -> the row of numbers above its picture; and how seconds, bytes and shares are written on the pages."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from viz.figures.words import show_bytes, show_seconds
+from viz.locales import Catalogue
+from viz.pages.prediction import Shown
+
+
+def duration(seconds: float | None) -> str:
+    return "-" if seconds is None else show_seconds(seconds)
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def show_numbers(shown: Shown, text: Catalogue) -> None:
+    """One predicted step, in five numbers."""
+    summary = shown.summary
+    machine = text(f"machine.{summary['machine']}")
+    over_ideal = percent(summary["bubble_over_ideal"])
+    cells = {
+        "step_time": (duration(summary["step_time"]), {"machine": machine}),
+        "bubble": (percent(summary["bubble_fraction"]), {"over_ideal": over_ideal}),
+        "exposed": (percent(summary["exposed_communication_fraction"]), {}),
+        "bytes": (show_bytes(sum(summary["bytes_sent"])), {"devices": summary["devices"]}),
+        "memory": (show_bytes(max(summary["peak_memory"])), {}),
+    }
+    with st.container(key="numbers"):
+        for place, (name, (value, words)) in zip(st.columns(len(cells)), cells.items(), strict=True):
+            place.metric(text(f"number.{name}"), value, help=text(f"number.{name}.help", **words))

@@ -1,0 +1,101 @@
+"""A prediction, and a measured run where there is one -> the picture, moving; and its files to take away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import streamlit as st
+
+from engine.modes import FIRST_STEADY_STEP
+from engine.timeline import Timeline
+from viz import player
+from viz.figures.moving import moving_picture
+from viz.figures.picture import picture_info
+from viz.locales import Catalogue
+from viz.pages.downloads import show_downloads
+from viz.pages.prediction import Shown
+
+VIEWS = ("predicted", "measured", "both")
+
+
+@st.cache_resource(max_entries=16, show_spinner=False)
+def load_timeline(run_dir: str, written: float) -> Timeline:
+    """What a run measured; `written`, the file's time, tells a rewritten file from the one that is remembered."""
+    return Timeline.load(Path(run_dir) / "timeline.parquet")
+
+
+def measured_timeline(run_dir: Path) -> Timeline | None:
+    """None where nothing was recorded."""
+    path = run_dir / "timeline.parquet"
+    if not path.exists():
+        return None
+    timeline = load_timeline(str(run_dir), path.stat().st_mtime)
+    return timeline if len(timeline) else None
+
+
+def typical_step(timeline: Timeline) -> int:
+    """Of the steps after the warm-up, one with the median duration; so what is shown is neither luck nor mishap."""
+    spans = {step: timeline.step(step).makespan for step in timeline.steps}
+    steady = {step: span for step, span in spans.items() if step >= FIRST_STEADY_STEP} or spans
+    middle = median(steady.values())
+    return min(steady, key=lambda step: (abs(steady[step] - middle), step))
+
+
+def show_picture(shown: Shown, measured: Timeline | None, text: Catalogue, name: str) -> None:
+    """The moving picture and its files; with a measured run, the switch between it and the prediction, and the step.
+
+    `name` is the run's id, or begins the files' names where there is none.
+    """
+    view, step = "predicted", None
+    if measured is not None:
+        view, step = _show_switch(measured, text)
+    part = None if measured is None or view == "predicted" else measured.step(step)
+    settings = tuple(shown.prediction.job.spec.to_params().items())
+    payload = _payload((settings, name, step, view, text.language), shown, part, text)
+    player.show(payload, key="picture")
+    show_downloads(name, shown.prediction.timeline if part is None else measured, payload, text)
+
+
+def _show_switch(measured: Timeline, text: Catalogue) -> tuple[str, int]:
+    left, right = st.columns([3, 2], vertical_alignment="bottom")
+    with left:
+        view = st.segmented_control(
+            text("picture.view"),
+            VIEWS,
+            default="measured",
+            required=True,
+            format_func=lambda v: text(f"picture.view.{v}"),
+            key="view",
+            label_visibility="collapsed",
+        )
+    steps = measured.steps
+    typical = typical_step(measured)
+    with right:
+        step = st.selectbox(
+            text("picture.step"),
+            steps,
+            index=steps.index(typical),
+            format_func=lambda s: text("picture.step.typical" if s == typical else "picture.step.one", step=s),
+            key="step",
+            label_visibility="collapsed",
+            filter_mode=None,
+        )
+    return view or "measured", step
+
+
+@st.cache_resource(max_entries=24, show_spinner=False)
+def _payload(key: tuple, _shown: Shown, _measured: Timeline | None, _text: Catalogue) -> dict[str, Any]:
+    """What the player gets. `key` (settings, name, step, view, language) stands for what is too large to compare."""
+    prediction, (*moment, view, _) = _shown.prediction, key
+    info = picture_info(
+        prediction.plan,
+        prediction.job.layers,
+        prediction.timeline,
+        _measured,
+        view,
+        memory=_shown.summary["peak_memory"],
+    )
+    # In another view or language the clock goes on where it is.
+    return moving_picture(info, _text, id=repr(moment))

@@ -1,0 +1,171 @@
+"""A run that has ended -> what it proved: parity, conformance, predicted against measured, accuracy; or its failure."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import streamlit as st
+
+from engine import archive
+from engine.job import ONE_PROCESS_MODES
+from engine.spec import Spec
+from viz.locales import Catalogue
+from viz.locales.engine import phrase
+from viz.pages.numbers import duration, percent
+from viz.pages.settings import escape
+
+LOG_TAIL = 40  # lines
+NEAR = 0.25  # a prediction of the step time that is further off is marked
+
+
+def show_verdict(result: Mapping[str, Any], text: Catalogue) -> None:
+    """The cards, side by side. What failed is red, and says where."""
+    with st.container(key="verdict"):
+        cards = (_parity, _conformance, _step_time, _learning)
+        for place, card in zip(st.columns(len(cards), gap="small"), cards, strict=True):
+            with place.container(border=True, height="stretch", gap="xxsmall"):
+                card(result, text)
+
+
+def _card(title: str, verdict: str, headline: str, detail: str) -> None:
+    st.markdown(f":small[:gray[{title}]]&ensp;{verdict}")
+    st.markdown(f"**{headline}**")
+    st.caption(detail)
+
+
+def _badge(ok: bool | None, text: Catalogue, prefix: str) -> str:
+    if ok is None:
+        return f":gray-badge[{text('verdict.unknown')}]"
+    word = text(f"{prefix}.{'ok' if ok else 'bad'}")
+    return f":green-badge[:material/check: {word}]" if ok else f":red-badge[:material/close: {word}]"
+
+
+def _parity(result: Mapping[str, Any], text: Catalogue) -> None:
+    parity = result["parity"]
+    if parity["ok"] is None:
+        headline = text("parity.none")
+        detail = escape(phrase(text.language, parity["reason"] or ""))
+    else:
+        headline = text("parity.headline", loss=_small(parity["loss_max_abs_diff"]))
+        detail = text(
+            "parity.detail",
+            steps=parity["steps"],
+            loss=_small(parity["loss_max_abs_diff"]),
+            grad=_small(parity["grad_max_rel_diff"]),
+            param=_small(parity["param_max_abs_diff"]),
+            loss_tolerance=_small(parity["tolerance"]["loss_max_abs_diff"]),
+            grad_tolerance=_small(parity["tolerance"]["grad_max_rel_diff"]),
+            param_tolerance=_small(parity["tolerance"]["param_max_abs_diff"]),
+        )
+        if not parity["ok"]:
+            detail = f":red[{escape(parity['reason'] or '')}]  \n{detail}"
+    _card(text("parity.title"), _badge(parity["ok"], text, "parity"), headline, detail)
+
+
+def _conformance(result: Mapping[str, Any], text: Catalogue) -> None:
+    found = result["conformance"]
+    headline = text("conformance.headline", matched=f"{found['matched']:,}", planned=f"{found['planned']:,}")
+    detail = text("conformance.detail", measured=f"{found['measured']:,}")
+    if found["ok"] is None or not found["planned"]:
+        headline = text("conformance.none")
+        detail = escape(phrase(text.language, found.get("reason") or "")) or detail
+    difference = found["first_difference"]
+    if difference:
+        detail += f"  \n:red[{escape(describe_difference(difference, text))}]"
+    _card(text("conformance.title"), _badge(found["ok"], text, "conformance"), headline, detail)
+
+
+def describe_difference(difference: Mapping[str, Any], text: Catalogue) -> str:
+    """Where plan and run differ first, in one sentence."""
+    nothing = text("conformance.nothing")
+    return text(
+        "conformance.difference",
+        rank=difference["rank"],
+        step=difference["step"],
+        lane=difference["lane"],
+        index=difference["index"],
+        planned=difference["planned"] or nothing,
+        measured=difference["measured"] or nothing,
+    )
+
+
+def _step_time(result: Mapping[str, Any], text: Catalogue) -> None:
+    measured, predicted = result["step_time"], result["predicted_step_time"]
+    machine = result["spec"]["machine"]
+    detail = text("steptime.detail", predicted=duration(predicted), machine=text(f"machine.{machine}"))
+    verdict = ""
+    # Another machine's step time says nothing about this one's.
+    if measured and machine == "local":
+        error = predicted / measured - 1
+        verdict = (
+            f":{'gray' if abs(error) <= 0.25 else 'orange'}-badge[{text('steptime.error', error=f'{error:+.0%}')}]"
+        )
+    elif machine != "local":
+        detail += " " + text("steptime.other_machine")
+    if oversubscribed(result["spec"]):
+        detail += " " + text("notice.oversubscribed_short")
+    _card(text("steptime.title"), verdict, duration(measured), detail)
+
+
+def _learning(result: Mapping[str, Any], text: Catalogue) -> None:
+    losses = [loss for loss in result["losses"] if loss is not None]
+    accuracy = result["validation_accuracy"]
+    rate = result["samples_per_second"]
+    headline = text("learning.rate", rate=f"{rate:,.0f}") if rate else "-"
+    words = []
+    if accuracy is not None:
+        words.append(text("learning.accuracy", accuracy=percent(accuracy)))
+    if losses:
+        words.append(text("learning.loss", first=f"{losses[0]:.3g}", last=f"{losses[-1]:.3g}"))
+    words.append(text("learning.steps", steps=len(result["losses"])))
+    _card(text("learning.title"), "", headline, " · ".join(words))
+
+
+def _small(value: float | None) -> str:
+    return "∞" if value is None else "0" if value == 0 else f"{value:.1e}".replace(".0e", "e")
+
+
+def show_failure(status: Mapping[str, Any], run_dir: Path, text: Catalogue) -> None:
+    """Which rank failed, at which step, in which operation, and what it said; with the end of its log."""
+    error = status["error"] or archive.no_place(text("failure.unknown"))
+    rank = error.get("rank")
+    where = text("failure.nowhere") if rank is None else text("failure.rank", rank=rank)
+    if error.get("step") is not None:
+        where += " · " + text("failure.step", step=error["step"])
+    if error.get("op"):
+        where += " · " + escape(str(error["op"]))
+    message = escape(phrase(text.language, str(error.get("message") or text("failure.unknown"))))
+    st.error(f"**{text('failure.title')}**&ensp;{where}\n\n{message}", icon=":material/error:")
+    said = "" if rank is None else _last_words(run_dir, rank)
+    if said:
+        with st.expander(text("failure.log", rank=rank), key="failure-log"):
+            st.code(said, language=None, wrap_lines=True)
+
+
+def _last_words(run_dir: Path, rank: int) -> str:
+    """The end of the rank's log, or the traceback that it left."""
+    with contextlib.suppress(OSError):
+        log = archive.read_log(run_dir, rank, LOG_TAIL).strip()
+        if log:
+            return log
+    return str((archive.read_error(run_dir, rank) or {}).get("traceback") or "")
+
+
+def oversubscribed(spec: Mapping[str, Any]) -> bool:
+    """Whether a run on CPU processes has more ranks than this machine has cores."""
+    return spec["device"] != "cuda" and spec["devices"] > (os.cpu_count() or 1)
+
+
+def notices(spec: Spec, text: Catalogue) -> list[str]:
+    """What a reader of a real run's numbers must know; `spec` as it would be run here."""
+    found = []
+    if spec.device != "cuda" and spec.mode == "data_parallel":
+        found.append(text("notice.data_parallel_cpu"))
+    if oversubscribed(spec.to_dict()):
+        words = "notice.oversubscribed_threads" if spec.mode in ONE_PROCESS_MODES else "notice.oversubscribed"
+        found.append(text(words, devices=spec.devices, cores=os.cpu_count() or 1))
+    return found

@@ -1,0 +1,78 @@
+"""A payload -> the player on a Streamlit page (`show`), or a standalone page that plays offline (`page`)."""
+
+from __future__ import annotations
+
+import functools
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+# The theme of an exported page: the names are those that Streamlit gives its own colours.
+THEME = """:root { color-scheme: light dark; --st-text-color: #1B2530; --st-background-color: #FBFCFD;
+  --st-primary-color: #0072B2; --st-secondary-background-color: #F0F3F6; --st-border-color: #C9D1D9;
+  --st-font: "Source Sans 3", system-ui, "PingFang SC", "Microsoft YaHei", "Noto Sans CJK SC", sans-serif }
+@media (prefers-color-scheme: dark) { :root { --st-text-color: #E4EAF0; --st-background-color: #0E141C;
+  --st-primary-color: #2A80C0; --st-secondary-background-color: #18212C; --st-border-color: #3B4856 } }
+body { margin: 1.2rem auto; max-width: 1500px; padding: 0 1.2rem; background: var(--st-background-color);
+  color: var(--st-text-color); font-family: var(--st-font) }
+h1 { font-size: 1.5rem; font-weight: 600 }"""
+
+
+def show(payload: dict[str, Any], key: str, height: int | None = None) -> None:
+    """Mount the player in the running Streamlit page. `height` in pixels; by default what the picture needs.
+
+    A rerun with the same `key` and an equal payload leaves a playing animation alone.
+    """
+    loader, player = _components()
+    # plotly.js travels once a session, then as a hash: Streamlit sends a component's code only when it is new.
+    loader(key="lockstep-plotly", height=1)
+    player(key=key, data=payload, **({} if height is None else {"height": height}))
+
+
+@functools.cache
+def _components() -> tuple[Any, Any]:
+    import plotly.offline
+    import streamlit.components.v2 as components
+
+    plotly_js = plotly.offline.get_plotlyjs() + "\nexport default function () {}\n"
+    loader = components.component("lockstep_plotly", js=plotly_js, isolate_styles=False)
+    player = components.component("lockstep_player", js=_script(), css=_read("player.css"), isolate_styles=False)
+    return loader, player
+
+
+def _script() -> str:
+    """The player as one module, since a component is given as one text."""
+    return _read("svg.js") + "\n" + _read("player.js")
+
+
+def _read(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
+
+
+def page(payload: dict[str, Any], title: str = "Lockstep", language: str = "en") -> str:
+    """One HTML file with everything in it: no request leaves the viewer's machine."""
+    import plotly.offline
+
+    script = _script().replace("export default function (", "function mountComponent(")
+    script = re.sub(r"^export ", "", script, flags=re.MULTILINE)
+    # "<" would let a label end the element that it stands in.
+    data = json.dumps(payload, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    title = html.escape(title)
+    return f"""<!doctype html>
+<html lang="{html.escape(language)}"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{title}</title>
+<style>{THEME}
+{_read("player.css")}</style>
+<h1>{title}</h1><div id="player"></div>
+<script>{plotly.offline.get_plotlyjs()}</script>
+<script type="application/json" id="payload">{data}</script>
+<script>{script}
+const payload = JSON.parse(document.getElementById("payload").textContent), root = document.getElementById("player");
+mountPlayer(root, payload);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => mountPlayer(root, payload));
+</script></html>
+"""
