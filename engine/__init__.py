@@ -14,19 +14,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+# Before `simulate` below: the first import of the module engine.simulate binds that name here, to the module.
+from engine.predict import Prediction, predict
 from engine.spec import Spec, SpecError
 
 if TYPE_CHECKING:
     from engine.launch import Handle
-    from engine.predict import Prediction
 
 __all__ = ["Spec", "SpecError", "simulate", "start"]
 
 
 def simulate(spec: Spec) -> Prediction:
     """Predict one step. `.summary()` has the numbers, `.timeline` every op of every rank."""
-    from engine.predict import predict
-
     return predict(spec)
 
 

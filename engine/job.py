@@ -113,11 +113,12 @@ def prepare_real(spec: Spec) -> Job:
     job = prepare(spec)
     devices, found = job.spec.devices, count_gpus()
     if devices > MAX_REAL_DEVICES:
-        raise SpecError("cannot_run_here", "devices", devices, suggest=[MAX_REAL_DEVICES], high=MAX_REAL_DEVICES)
+        fewer = _at_most(MAX_REAL_DEVICES, job.spec)
+        raise SpecError("cannot_run_here", "devices", devices, suggest=[fewer], high=MAX_REAL_DEVICES)
     if spec.device == "cuda" and not found:
         raise SpecError("no_gpu", "device", "cuda", suggest=["cpu"], found=0)
     if spec.device != "cpu" and 0 < found < devices:
-        raise SpecError("more_ranks_than_gpus", "devices", devices, suggest=[found], gpus=found)
+        raise SpecError("more_ranks_than_gpus", "devices", devices, suggest=[_at_most(found, job.spec)], gpus=found)
     return dataclasses.replace(job, spec=job.spec.with_(device="cuda" if found and spec.device != "cpu" else "cpu"))
 
 
@@ -128,6 +129,13 @@ def count_gpus() -> int:
     if visible is None:
         return len(present)
     return min(len(present), len([d for d in visible.split(",") if d.strip() not in ("", "-1")]))
+
+
+def _at_most(devices: int, spec: Spec) -> int:
+    """The largest number of devices up to `devices` that the batch can be shared over."""
+    if spec.mode not in DATA_MODES:
+        return devices
+    return max(d for d in range(1, devices + 1) if spec.global_batch % d == 0)
 
 
 def nearest(good: list[int], value: int, count: int = 3) -> list[int]:

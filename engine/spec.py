@@ -266,7 +266,7 @@ def _checked(f: Any, value: Any) -> Any:
         raise wrong
     limits = f.metadata
     if kind is float and not math.isfinite(value):
-        raise SpecError("not_finite", f.name, str(value), suggest=[f.default])
+        raise SpecError("not_finite", f.name, str(value), suggest=[] if f.default is None else [f.default])
     if limits["choices"] and value not in limits["choices"]:
         near = closest(value, limits["choices"])
         raise SpecError("unknown_name", f.name, value, suggest=near or limits["choices"])

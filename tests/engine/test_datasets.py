@@ -103,9 +103,7 @@ def test_enlarging_keeps_straight_lines_straight():
     centres = (np.arange(28) + 0.5) * 8 / 28 - 0.5
     expected = np.tile(np.clip(centres, 0, 7), (28, 1))
     np.testing.assert_allclose(wide[0], expected, atol=1e-6)
-    np.testing.assert_allclose(
-        datasets._enlarge(slope.swapaxes(1, 2), 28)[0], expected.T, atol=1e-6
-    )
+    np.testing.assert_allclose(datasets._enlarge(slope.swapaxes(1, 2), 28)[0], expected.T, atol=1e-6)
 
 
 # digits with a data_dir

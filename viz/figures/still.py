@@ -48,6 +48,8 @@ def still_traces(info: PictureInfo, text: words.Text) -> list[dict[str, Any]]:
                 "shape": pattern, "bgcolor": colour, "fgcolor": ink, "fgopacity": 0.28, "size": 7, "solidity": 0.22,
             }  # fmt: skip
     predicted = [bar for bar in info.rows.bars if info.view == "predicted" or bar.behind]
+    if not info.rows.bars:  # Plotly leaves out axes that no trace is on
+        data.append(_shape([0], [0], theme.GROUND))
     if predicted:  # a veil that leaves a rim: outlined is predicted, solid is measured
         data.append(_shape(*_rectangles(info, predicted, rim=True), theme.GROUND) | {"opacity": 0.62})
     return data

@@ -23,6 +23,8 @@ from viz.pages.settings import escape, show_language, show_settings
 from viz.pages.state import Asked, act, read_url, write_url
 from viz.pages.verdict import notices, show_failure, show_verdict
 
+BUTTON = 190  # pixels
+
 
 class Opened(NamedTuple):
     """The run in the URL, and the spec that it was started with, filled in."""
@@ -65,19 +67,20 @@ def _open(asked: Asked, runs_dir: Path) -> tuple[Opened | None, SpecError | None
         spec = archive.read_spec(handle.run_dir)
     except SpecError as wrong:
         return None, wrong
-    if not asked.settings:
+    if asked.bare:
         asked.set_all(spec)
+        asked.bare = False
     return Opened(handle, spec), None
 
 
 def _show_head(asked: Asked, shown: Shown, run: Opened | None, runs_dir: Path, text: Catalogue) -> None:
     told = lesson(text.language, shown.prediction.job.spec.mode)
-    left, right = st.columns([4, 1.35], vertical_alignment="center", gap="medium")
-    with left:
-        st.markdown(f"## {told.title}")
-        st.caption(told.idea)
-    with right:
-        _show_buttons(asked, shown, run, runs_dir, text)
+    with st.container(horizontal=True, wrap=False, vertical_alignment="center", gap="large", key="head"):
+        with st.container(gap="xxsmall"):
+            st.markdown(f"## {told.title}")
+            st.caption(told.idea)
+        with st.container(width=BUTTON):
+            _show_buttons(asked, shown, run, runs_dir, text)
     if shown.error is not None:
         st.warning(text("lab.last_good"), icon=":material/history:")
     refused = st.session_state.pop("refused", None)
@@ -166,6 +169,8 @@ def _show_run(asked: Asked, shown: Shown, run: Opened, text: Catalogue) -> None:
     if result is not None:
         show_verdict(result, text)
     measured = measured_timeline(run.run_dir) if same else None
+    if same and measured is None:
+        st.caption(text("picture.unrecorded"))
     show_picture(shown, measured, text, run.handle.run_id if same else _name(shown))
 
 

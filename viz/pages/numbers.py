@@ -29,6 +29,6 @@ def show_numbers(shown: Shown, text: Catalogue) -> None:
         "bytes": (show_bytes(sum(summary["bytes_sent"])), {"devices": summary["devices"]}),
         "memory": (show_bytes(max(summary["peak_memory"])), {}),
     }
-    with st.container(key="numbers"):
-        for place, (name, (value, words)) in zip(st.columns(len(cells)), cells.items(), strict=True):
-            place.metric(text(f"number.{name}"), value, help=text(f"number.{name}.help", **words))
+    with st.container(horizontal=True, horizontal_alignment="distribute", gap="small", key="numbers"):
+        for name, (value, words) in cells.items():
+            st.metric(text(f"number.{name}"), value, help=text(f"number.{name}.help", **words), width="content")

@@ -19,7 +19,7 @@ from viz.pages.settings import show_language
 from viz.pages.state import Asked, act, read_url, write_url
 
 PAGE = 12  # rows
-WIDTHS = (2.2, 2.6, 1.2, 1.2, 1.2, 1.2, 1.4, 1.0, 0.8)
+WIDTHS = (1.9, 2.4, 0.9, 1.1, 1.2, 1.2, 1.3, 1.4, 0.9)
 HEADS = ("when", "mode", "model", "state", "step_time", "parity", "conformance")
 
 
@@ -64,7 +64,7 @@ def _show_row(status: Mapping[str, Any], folder: Path, lab: st.Page, asked: Aske
         when, mode, model, state, step_time, parity, conformance, way, bin = st.columns(
             WIDTHS, vertical_alignment="center"
         )
-        when.markdown(_when(status), help=run_id)
+        when.markdown(_when(status))
         if status["mode"]:
             mode.markdown(text("runs.mode_devices", mode=text(f"mode.{status['mode']}"), devices=status["devices"]))
         model.markdown(_model(folder / run_id, text))

@@ -14,7 +14,7 @@ from typing import Any
 
 import streamlit as st
 
-from engine.job import MODEL_DATASETS, applies, prepare
+from engine.job import MODEL_DATASETS, applies, prepare, prepare_real
 from engine.spec import MODELS, MODES, Spec, SpecError
 from viz import locales
 
@@ -28,6 +28,7 @@ class Asked:
     settings: dict[str, str] = field(default_factory=dict)  # by URL name; what is not here has its default
     aside: dict[str, str] = field(default_factory=dict)  # set once, and not meaningful now: for when it is again
     run: str | None = None
+    bare: bool = False  # a link named the run and no setting: they are the run's
     language: str = locales.DEFAULT
     url: dict[str, str] = field(default_factory=dict)  # the query as it was written last
     acted: bool = False  # a widget's callback changed something: the URL is behind, not ahead
@@ -46,6 +47,10 @@ class Asked:
         self._sort_out(name)
 
     def set_all(self, spec: Spec) -> None:
+        """Give every setting as `spec` has it, where it would not be so by itself."""
+        with contextlib.suppress(SpecError):
+            if prepare_real(spec.with_(device="auto")).spec.device == spec.device:
+                spec = spec.with_(device="auto")
         self.settings, self.aside = spec.to_params(), {}
         self.shorten(*self.settings)
 
@@ -127,6 +132,7 @@ def read_url(page: str) -> Asked:
         query.pop("lang", None)
         asked.run = query.pop("run", None)
         asked.settings, asked.aside = query, {}
+        asked.bare = asked.run is not None and not query
     asked.acted, asked.page = False, page
     return asked
 

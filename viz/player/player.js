@@ -60,8 +60,12 @@ class Player {
     this.speed_.onchange = () => (this.speed = +this.speed_.value);
     this.onKey = (event) => this.key(event);
     document.addEventListener("keydown", this.onKey, true);
-    this.stage_.addEventListener("pointerdown", (event) => { this.pressed = [event.clientX, event.clientY]; root.focus({ preventScroll: true }); }, true);
-    this.stage_.addEventListener("pointerup", (event) => this.click(event), true);
+    this.stage_.addEventListener("pointerdown", (event) => {
+      root.focus({ preventScroll: true });
+      const { clientX: x, clientY: y } = event; // while a button is down, Plotly covers the page
+      const up = (late) => Math.hypot(late.clientX - x, late.clientY - y) <= CLICK && this.click(late);
+      document.addEventListener("pointerup", up, { capture: true, once: true });
+    }, true);
     this.stage_.addEventListener("pointermove", (event) => this.point(event), true);
     this.stage_.addEventListener("pointerleave", () => (this.tip_.hidden = true));
     this.resize = new ResizeObserver(() => this.ready && this.figure_.clientWidth && Plotly.Plots.resize(this.figure_));
@@ -109,8 +113,8 @@ class Player {
     const full = document.fullscreenElement === this.root;
     this.zoom = full ? Math.min(1.6, Math.max(1, innerWidth / 1250)) : 1;
     this.root.style.setProperty("--ls-zoom", this.zoom);
-    const room = innerHeight - (this.root.scrollHeight - this.figure_.offsetHeight) - 8;
-    const height = full ? Math.max(this.plain, Math.min(room, this.plain * 2)) : this.plain;
+    const taken = [".ls-bar", ".ls-words", ".ls-foot"].reduce((sum, part) => sum + this.root.querySelector(part).offsetHeight, 64);
+    const height = full ? Math.max(this.plain, Math.min(innerHeight - taken, this.plain * 2)) : this.plain;
     this.figure_.style.height = `${height}px`; // and the observer does the rest
     Plotly.relayout(this.figure_, { "font.size": this.payload.figure.layout.font.size * this.zoom });
   }
@@ -347,8 +351,7 @@ class Player {
   }
 
   click(event) {
-    const [x, y] = this.pressed ?? [NaN, NaN];
-    if (!this.ready || Math.hypot(event.clientX - x, event.clientY - y) > CLICK) return;
+    if (!this.ready) return;
     const at = this.where(event);
     if (at) this.seek(at.time);
   }

@@ -1,0 +1,393 @@
+"""The lab without a browser: what is shown for which settings, links, errors in place, languages, runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+import engine
+from engine import archive, launch, modes
+from engine.spec import RULES, Spec, SpecError
+from viz.figures.words import show_bytes, show_seconds
+
+Lab = Callable[..., AppTest]
+
+
+def keys(app: AppTest) -> set[str]:
+    """The settings on the page, by their names in the URL."""
+    widgets = [*app.radio, *app.selectbox, *app.number_input, *app.text_input, *app.toggle]
+    return {widget.key.removeprefix("set-") for widget in widgets if (widget.key or "").startswith("set-")}
+
+
+def numbers(app: AppTest) -> dict[str, str]:
+    return {metric.label: metric.value for metric in app.metric}
+
+
+def words(app: AppTest) -> str:
+    """All running text of the main part."""
+    parts = [*app.main.markdown, *app.main.caption, *app.main.error, *app.main.warning, *app.main.info, *app.main.code]
+    return "\n".join(part.value for part in parts).replace("\\", "")
+
+
+def query(app: AppTest) -> dict[str, str]:
+    return {name: value if isinstance(value, str) else value[-1] for name, value in app.query_params.items()}
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_page_shows_the_prediction_of_the_default_settings(lab: Lab):
+    app = lab()
+    summary = engine.simulate(Spec()).summary()
+    assert not app.exception
+    assert numbers(app)["Predicted step"] == show_seconds(summary["step_time"])
+    assert numbers(app)["Bytes sent"] == show_bytes(sum(summary["bytes_sent"]))
+    assert numbers(app)["Peak memory"] == show_bytes(max(summary["peak_memory"]))
+    assert query(app) == {}
+
+
+@pytest.mark.parametrize(
+    "link, shown, hidden",
+    [
+        ("mode=single&devices=1", set(), {"devices", "bucket-mb", "microbatches", "schedule", "split"}),
+        ("mode=data_parallel", {"devices"}, {"bucket-mb", "microbatches", "schedule", "split"}),
+        ("mode=ddp", {"devices", "bucket-mb"}, {"microbatches", "schedule", "split"}),
+        ("mode=layer_split", {"devices", "split"}, {"bucket-mb", "microbatches", "schedule"}),
+        ("mode=pipeline", {"devices", "split", "microbatches", "schedule"}, {"bucket-mb"}),
+        ("model=mlp", {"layers", "hidden"}, {"heads", "context"}),
+        ("model=gpt", {"layers", "hidden", "heads", "context"}, set()),
+    ],
+)
+def test_only_settings_that_apply_are_shown(lab: Lab, link: str, shown: set[str], hidden: set[str]):
+    app = lab(link)
+    assert not app.error
+    assert keys(app) >= shown | {"mode", "model", "dataset", "global-batch", "steps", "lr", "machine", "device"}
+    assert not keys(app) & hidden
+
+
+@pytest.mark.parametrize("mode", modes.MODES)
+def test_each_mode_tells_its_lesson_in_order(lab: Lab, mode: str):
+    app, lesson = lab(f"mode={mode}" + ("&devices=1" if mode == "single" else "")), modes.lesson(mode)
+    said = words(app)
+    places = [said.index(sentence) for sentence in (lesson.title, *lesson.steps, lesson.use, lesson.limits)]
+    assert places == sorted(places)
+    assert lesson.idea in said
+
+
+def test_changing_a_setting_changes_the_prediction_and_the_link(lab: Lab):
+    app = lab("machine=unit&mode=pipeline&microbatches=4")
+    app.number_input(key="set-devices").set_value(4).run()
+    # GPipe and 1F1B: (M + P - 1) slots of one forward (1 s) and one backward (2 s).
+    assert numbers(app)["Predicted step"] == "21 s"
+    assert query(app) == {"machine": "unit", "mode": "pipeline", "microbatches": "4", "devices": "4"}
+
+
+def test_a_link_reproduces_the_settings(lab: Lab):
+    app = lab("mode=pipeline&devices=3&microbatches=16&schedule=gpipe&split=2,1,1&lr=0.1&record=false")
+    assert app.radio(key="set-mode").value == "pipeline"
+    assert app.number_input(key="set-devices").value == 3
+    assert app.number_input(key="set-microbatches").value == 16
+    assert app.selectbox(key="set-schedule").value == "gpipe"
+    assert app.text_input(key="set-split").value == "2,1,1"
+    assert app.number_input(key="set-lr").value == 0.1
+    assert app.toggle(key="set-record").value is False
+
+
+def test_a_setting_that_returns_to_its_default_leaves_the_link(lab: Lab):
+    app = lab("devices=4")
+    app.number_input(key="set-devices").set_value(2).run()
+    assert query(app) == {}
+
+
+def test_what_another_mode_does_not_know_comes_back_with_the_mode_that_does(lab: Lab):
+    app = lab("mode=pipeline&devices=4&schedule=gpipe")
+    app.radio(key="set-mode").set_value("single").run()
+    assert not app.error
+    assert query(app) == {"mode": "single", "devices": "1"}
+    app.radio(key="set-mode").set_value("pipeline").run()
+    assert query(app) == {"mode": "pipeline", "devices": "4", "schedule": "gpipe"}
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_setting_is_explained_in_place_and_keeps_the_last_picture(lab: Lab):
+    app = lab("devices=4")
+    before = numbers(app)
+    app.number_input(key="set-devices").set_value(3).run()
+    with pytest.raises(SpecError) as wrong:
+        engine.simulate(Spec(devices=3))
+    assert app.sidebar.error[0].value.replace("\\", "") == str(wrong.value)
+    assert numbers(app) == before
+    assert app.warning
+    assert app.number_input(key="set-devices").value == 3
+    assert query(app) == {"devices": "3"}
+    assert app.button(key="run").disabled
+
+
+def test_a_suggested_value_is_one_click_away(lab: Lab):
+    app = lab("mode=pipeline&microbatches=5")
+    labels = [button.label.replace("\\", "") for button in app.sidebar.button]
+    assert labels == ["microbatches = 2", "microbatches = 4", "microbatches = 8"]
+    app.sidebar.button[1].click().run()
+    assert not app.error and not app.warning
+    assert query(app)["microbatches"] == "4"
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        "devices=abc",
+        "devices=",
+        "devices=0",
+        "devices=1000000000",
+        "devices=99999999999999999999999999",
+        "mode=foo",
+        "model=<script>alert(1)</script>",
+        "lr=nan",
+        "lr=1e308",
+        "split=1,x",
+        "mode=ddp&microbatches=4",
+        "mode=single",
+        "nonsense=1",
+        "machine=m",
+        "record=maybe",
+        "steps=3&epochs=1",
+        "data-dir=/nowhere",
+        "fault=x",
+        "lang=xx",
+    ],
+)
+def test_a_nonsense_link_gives_a_message_and_a_way_out_of_it(lab: Lab, link: str):
+    app = lab(link)
+    assert not app.exception
+    assert len(app.sidebar.error) == 1
+    assert len(app.metric) == 5
+    assert query(app) == dict(part.split("=") for part in link.split("&"))
+    told = app.sidebar.error[0].value
+    app.sidebar.button[0].click().run()
+    assert not app.exception
+    assert told not in [error.value for error in app.sidebar.error]
+
+
+@pytest.mark.parametrize("run_id", ["../../etc", "nowhere", "gallery", "", "a/b"])
+def test_a_link_to_no_run_gives_a_message_and_a_way_back(lab: Lab, run_id: str):
+    app = lab(f"run={run_id}")
+    rule = "no_run" if run_id in ("nowhere", "gallery") else "bad_run_id"
+    assert not app.exception
+    assert app.main.error[0].value.replace("\\", "") == RULES[rule].format(value=run_id)
+    app.button(key="clear").click().run()
+    assert not app.error
+    assert query(app) == {}
+
+
+# --- languages ------------------------------------------------------------------------------------------------------
+
+
+def test_the_language_switch_changes_every_word_and_is_part_of_the_link(lab: Lab):
+    app = lab()
+    app.segmented_control(key="language").set_value("zh").run()
+    assert query(app) == {"lang": "zh"}
+    assert "分布式数据并行（DDP）" in words(app)
+    assert app.button(key="run").label == "真实运行"
+    assert app.number_input(key="set-devices").label == "设备数"
+
+
+def test_an_error_is_told_in_the_chosen_language(lab: Lab):
+    app = lab("devices=3&lang=zh")
+    assert app.sidebar.error[0].value == "global-batch 必须能被设备数（3）整除；现在是 64。可以试试：63，66。".replace(
+        "，6", ", 6"
+    )
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(record: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The runs that the page has started; instead of training, each stays "running"."""
+    folders: list[Path] = []
+
+    def start(spec: Spec, runs_dir: Path, launcher: object) -> launch.Handle:
+        folders.append(record(spec, state="running"))
+        return launch.Handle(folders[-1])
+
+    monkeypatch.setattr(launch, "start", start)
+    return folders
+
+
+def test_a_click_starts_one_run_and_the_link_names_it(lab: Lab, started: list[Path]):
+    app = lab("steps=7")
+    app.button(key="run").click().run()
+    assert [folder.name for folder in started] == [query(app)["run"]]
+    assert archive.read_spec(started[0]).steps == 7
+    assert not app.exception
+
+
+def test_a_second_quick_click_starts_nothing(lab: Lab, started: list[Path]):
+    app = lab()
+    button = app.button(key="run")
+    button.click().run()
+    button.click().run()  # the page that the visitor still sees has the button
+    assert len(started) == 1
+
+
+def test_a_setting_changed_during_a_run_leaves_the_run_alone(lab: Lab, started: list[Path]):
+    app = lab()
+    app.button(key="run").click().run()
+    app.number_input(key="set-devices").set_value(4).run()
+    assert query(app) == {"devices": "4", "run": started[0].name}
+    assert not app.button(key="stop").disabled
+    assert not (started[0] / "stop").exists()
+
+
+def test_stop_asks_the_run_to_end(lab: Lab, started: list[Path]):
+    app = lab()
+    app.button(key="run").click().run()
+    app.button(key="stop").click().run()
+    assert (started[0] / "stop").exists()
+    assert app.button(key="stop").disabled
+
+
+def test_what_cannot_run_here_says_why_before_it_is_tried(lab: Lab):
+    app = lab("devices=128&global-batch=128")
+    assert app.button(key="run").disabled
+    assert "at most 64 processes" in app.button(key="run").help
+
+
+def test_a_link_to_a_run_brings_its_settings_and_what_it_proved(lab: Lab, record: Callable[..., Path]):
+    spec = Spec(mode="pipeline", devices=4, microbatches=4, machine="unit")
+    app = lab(f"run={record(spec).name}")
+    said = words(app)
+    assert app.number_input(key="set-microbatches").value == 4
+    assert "Loss differs by 2e-07" in said and "First 3 steps" in said and "gradients 3e-06" in said
+    assert "tolerance: loss 1e-04" in said.lower()
+    assert "70 of 70 ops" in said
+    assert "42 s" in said  # measured: twice the predicted 3 s x (4 + 4 - 1)
+    assert "validation accuracy 87.5 %" in said
+    assert app.button(key="run").label == "Run for real"
+
+
+def test_the_step_shown_first_is_a_steady_one_of_median_length(lab: Lab, record: Callable[..., Path]):
+    app = lab(f"run={record(Spec()).name}")
+    assert app.selectbox(key="step").value == 2  # of 2, 3 (slow) and 4
+    assert app.selectbox(key="step").options[0] == "Step 0"
+
+
+def test_the_prediction_error_is_shown_for_this_machine_alone(lab: Lab, record: Callable[..., Path]):
+    assert "prediction -50%" in words(lab(f"run={record(Spec()).name}"))
+    assert "prediction -50%" not in words(lab(f"run={record(Spec(machine='h100')).name}"))
+
+
+def test_broken_parity_is_red_and_says_why(lab: Lab, record: Callable[..., Path]):
+    bad = {
+        "ok": False,
+        "loss_max_abs_diff": 0.25,
+        "grad_max_rel_diff": None,
+        "param_max_abs_diff": 0.5,
+        "tolerance": {"loss_max_abs_diff": 1e-4, "grad_max_rel_diff": 1e-3, "param_max_abs_diff": 1e-4},
+        "reason": "loss_max_abs_diff is 0.25, more than 1e-04",
+        "steps": 3,
+    }
+    said = words(lab(f"run={record(Spec(), parity=bad).name}"))
+    assert ":red-badge[:material/close: differs]" in said
+    assert "loss_max_abs_diff is 0.25, more than 1e-04" in said
+    assert ":green-badge[:material/check: equal]" not in said
+
+
+def test_the_first_difference_from_the_plan_is_told_in_words(lab: Lab, record: Callable[..., Path]):
+    difference = {
+        "rank": 1,
+        "step": 2,
+        "lane": "dp",
+        "index": 0,
+        "planned": "all_reduce gradient bucket0 8 bytes",
+        "measured": None,
+    }
+    report = {"ok": False, "planned": 70, "measured": 69, "matched": 69, "first_difference": difference}
+    said = words(lab(f"run={record(Spec(), conformance=report).name}"))
+    assert "rank 1, step 2, lane dp, position 0: planned all_reduce gradient bucket0 8 bytes, measured nothing" in said
+
+
+def test_a_failed_run_names_rank_step_op_message_and_log(lab: Lab, record: Callable[..., Path]):
+    error = {"rank": 1, "step": 3, "op": "backward", "message": "RuntimeError: boom"}
+    folder = record(Spec(), state="failed", error=error)
+    (folder / "rank1.log").write_text("USDT: noise\nbefore\nTraceback: boom\n")
+    app = lab(f"run={folder.name}")
+    said = app.main.error[0].value.replace("\\", "")
+    assert all(part in said for part in ("The run failed", "rank 1", "step 3", "backward", "RuntimeError: boom"))
+    assert app.code[0].value == "before\nTraceback: boom"
+
+
+def test_a_run_with_other_settings_is_told_apart_and_brought_back(lab: Lab, record: Callable[..., Path]):
+    folder = record(Spec(devices=4))
+    app = lab(f"run={folder.name}&devices=2&mode=layer_split")
+    assert "had other settings" in words(app)
+    assert not [box for box in app.selectbox if box.key == "step"]  # no measured picture under another plan
+    app.button(key="its-settings").click().run()
+    assert query(app) == {"devices": "4", "run": folder.name}
+    assert app.selectbox(key="step").value == 2
+
+
+def test_settings_changed_back_to_the_defaults_beside_a_run_stay_so(lab: Lab, record: Callable[..., Path]):
+    app = lab(f"run={record(Spec(devices=4)).name}")
+    app.number_input(key="set-devices").set_value(2).run()
+    app.run()
+    assert app.number_input(key="set-devices").value == 2
+    assert "had other settings" in words(app)
+
+
+def test_new_run_goes_back_to_the_prediction(lab: Lab, record: Callable[..., Path]):
+    app = lab(f"run={record(Spec(devices=4)).name}")
+    app.button(key="clear").click().run()
+    assert query(app) == {"devices": "4"}
+    assert len(app.metric) == 5
+
+
+def test_a_run_without_recorded_ops_has_no_measured_picture(lab: Lab, record: Callable[..., Path]):
+    folder = record(Spec(record=False))
+    (folder / "timeline.parquet").unlink()
+    app = lab(f"run={folder.name}")
+    assert not app.exception
+    assert "recorded no operations" in words(app)
+
+
+def test_a_folder_that_is_no_run_is_explained(lab: Lab, runs_dir: Path):
+    (runs_dir / "odd").mkdir()
+    (runs_dir / "odd" / "spec.json").write_text("{")
+    app = lab("run=odd")
+    assert not app.exception
+    assert len(app.main.error) == 1
+
+
+def test_on_the_cpu_data_parallel_says_who_runs_its_four_steps(lab: Lab, record: Callable[..., Path]):
+    assert "nn.DataParallel itself does nothing on the CPU" in words(
+        lab(f"run={record(Spec(mode='data_parallel')).name}")
+    )
+    assert "nn.DataParallel itself" not in words(lab(f"run={record(Spec()).name}"))
+
+
+@pytest.mark.parametrize("cores, told", [(2, True), (4, False)])
+def test_more_ranks_than_cores_are_told(
+    lab: Lab, record: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, cores: int, told: bool
+):
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    said = words(lab(f"run={record(Spec(devices=4)).name}"))
+    assert ("oversubscribed" in said) == told
+
+
+def test_result_text_is_never_read_as_markup(lab: Lab, record: Callable[..., Path]):
+    error = {"rank": 0, "step": 0, "op": "x", "message": "**bold** [link](http://x) :red[r] $a$"}
+    app = lab(f"run={record(Spec(), state='failed', error=error).name}")
+    assert r"\*\*bold\*\* \[link\]\(http\://x\) \:red\[r\] \$a\$" in app.main.error[0].value
+
+
+def test_the_payload_of_the_picture_is_plain_json(lab: Lab):
+    """What the browser gets has the devices in it, and nothing but JSON."""
+    app = lab("devices=4")
+    picture = next(e for e in app.get("bidi_component") if e.key == "picture")
+    assert len(json.loads(picture.proto.json)["boxes"]) == 4

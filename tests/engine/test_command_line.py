@@ -1,0 +1,278 @@
+"""The command line, as a person or a program uses it: real processes, exit status, one JSON object, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from engine import __main__ as command_line
+from engine import archive
+
+ROOT = Path(__file__).resolve().parents[2]
+
+RUN_KEYS = {
+    "run_id", "status", "mode", "devices", "device_kind", "step_time", "predicted_step_time", "samples_per_second",
+    "losses", "validation_accuracy", "parity", "conformance", "peak_memory", "bubble_fraction",
+    "exposed_communication_fraction", "error",
+}  # fmt: skip
+SIMULATE_KEYS = {
+    "step_time", "bubble_fraction", "exposed_communication_fraction", "num_ops", "peak_memory", "peak_in_flight",
+    "bytes_sent",
+}  # fmt: skip
+
+
+def call(capsys, *words: str) -> tuple[int, str, str]:
+    status = command_line.main(list(words))
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def engine_process(*words: str, **options) -> subprocess.Popen:
+    command = [sys.executable, "-m", "engine", *words]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_simulate_prints_one_object_with_the_numbers(capsys):
+    status, out, _ = call(
+        capsys,
+        *["simulate", "--mode", "pipeline", "--devices", "4", "--machine", "unit", "--microbatches", "8", "--json"],
+    )
+    summary = json.loads(out)
+    assert status == 0
+    assert summary.keys() >= SIMULATE_KEYS
+    assert summary["step_time"] == (8 + 4 - 1) * 3
+    assert summary["bubble_fraction"] == pytest.approx(3 / 11)
+    assert summary["peak_in_flight"] == [4, 3, 2, 1]
+    assert len(summary["peak_memory"]) == len(summary["bytes_sent"]) == 4
+
+
+def test_ring_bytes_of_ddp(capsys):
+    """2(n-1)/n of the model's 431,080 parameters of 4 bytes on each of 4 ranks."""
+    summary = json.loads(call(capsys, *["simulate", "--mode", "ddp", "--devices", "4", "--json"])[1])
+    assert summary["bytes_sent"] == [2 * 3 * 431_080 * 4 // 4] * 4
+
+
+def test_modes_lists_every_lesson(capsys):
+    status, out, _ = call(capsys, "modes", "--json")
+    lessons = json.loads(out)["modes"]
+    assert status == 0
+    assert list(lessons) == ["single", "data_parallel", "ddp", "layer_split", "pipeline"]
+    assert all(lesson["title"] and lesson["steps"] and lesson["limits"] for lesson in lessons.values())
+
+
+@pytest.mark.parametrize("command", ["modes", "simulate", "runs"])
+def test_people_get_text_and_not_json(command, capsys, runs_dir):
+    words = [command, *(["--runs-dir", str(runs_dir)] if command == "runs" else [])]
+    status, out, _ = call(capsys, *words)
+    assert status == 0
+    assert out.strip()
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(out)
+
+
+# What is wrong, and what the one line must say.
+WRONG = [
+    ("simulate --devices 0", "1 and 16384; it is 0. Try: 1."),
+    ("simulate --devices 1000000000", "Try: 16384."),
+    ("simulate --devices two", "whole number"),
+    ("simulate --lr nan", "finite"),
+    ("simulate --mode dpd", "Try: ddp"),
+    ("simulate --modle ddp", "Try: --mode"),
+    ("simulate --devices 3", "Try: 63, 66."),
+    ("simulate --mode pipeline --devices 2 --microbatches 5", "Try: 2, 4, 8."),
+    ("simulate --mode layer_split --devices 9", "Try: 4."),
+    ("simulate --mode ddp --schedule gpipe", "does not apply to the mode ddp"),
+    ("simulate --machine abacus", "local"),
+    ("run --device cuda --devices 2", "cuda"),
+    (
+        "run --devices 100 --global-batch 100",
+        "at most 64 processes on one machine; devices is 100. It can still be simulated. Try: 50.",
+    ),
+    ("show ../../etc", "run id"),
+    ("show nothing", "no run"),
+    ("export nothing", "no run"),
+    ("simulate --spec /does/not/exist", "cannot be read"),
+    ("frobnicate", "invalid choice"),
+    ("simulate --devices", "expected one argument"),
+    ("simulate stray", "stray"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), WRONG, ids=[words for words, _ in WRONG])
+def test_wrong_input_is_one_line_and_status_2(words, says, capsys):
+    status, out, err = call(capsys, *words.split())
+    assert status == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("error: ")
+    assert says in err
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"devices": "4"}', '{"devices": true}', '{"lr": NaN}', "[1]", "{", '{"colour": 1}', '{"split": [1, "a"]}', ""],
+)
+def test_a_wrong_spec_file_is_one_line_and_status_2(text, tmp_path, capsys):
+    path = tmp_path / "spec.json"
+    path.write_text(text)
+    status, _, err = call(capsys, "simulate", "--spec", str(path))
+    assert (status, err.count("\n")) == (2, 1)
+
+
+def test_options_win_over_the_spec_file(tmp_path, capsys):
+    path = tmp_path / "spec.json"
+    path.write_text('{"mode": "pipeline", "devices": 2, "microbatches": 4, "machine": "unit"}')
+    out = call(capsys, "simulate", "--spec", str(path), "--devices", "4", "--json")[1]
+    assert json.loads(out)["step_time"] == (4 + 4 - 1) * 3
+
+
+@pytest.mark.real
+def test_a_run_prints_its_result_and_can_be_shown_and_exported(runs_dir, tmp_path, capsys):
+    place = ["--runs-dir", str(runs_dir)]
+    words = [
+        "run",
+        "--mode",
+        "ddp",
+        "--devices",
+        "2",
+        "--model",
+        "mlp",
+        "--dataset",
+        "synthetic",
+        "--steps",
+        "4",
+        "--device",
+        "cpu",
+        "--json",
+    ]
+    status, out, _ = call(capsys, *words, *place)
+    result = json.loads(out)
+    assert status == 0
+    assert result.keys() >= RUN_KEYS
+    assert result["status"] == "finished"
+    assert result["device_kind"] == "cpu"
+    assert result["parity"]["ok"] and result["conformance"]["ok"]
+    assert len(result["peak_memory"]) == 2
+    assert len(result["losses"]) == 4
+
+    status, out, _ = call(capsys, "show", "last", "--json", *place)
+    assert (status, json.loads(out)) == (0, result)
+    assert result["run_id"] in call(capsys, "runs", *place)[1]
+    assert "forward" in call(capsys, "show", result["run_id"], "--plan", *place)[1]
+
+    trace = tmp_path / "trace.json"
+    status, out, _ = call(capsys, "export", "last", "--output", str(trace), "--json", *place)
+    assert (status, json.loads(out)["bytes"]) == (0, trace.stat().st_size)
+    names = {event["args"]["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "M"
+             and event["name"] == "process_name"}  # fmt: skip
+    assert names == {"rank 0", "rank 1"}
+    table = tmp_path / "spans.csv"
+    assert call(capsys, "export", "last", "--format", "csv", "--output", str(table), *place)[0] == 0
+    assert len(table.read_text().splitlines()) == 1 + result["conformance"]["measured"]
+    status, _, err = call(capsys, "export", "last", "--output", str(tmp_path / "no" / "where"), *place)
+    assert (status, err.count("\n")) == (2, 1)
+
+
+@pytest.mark.real
+def test_a_run_that_fails_says_so_in_its_status(runs_dir, capsys):
+    words = [
+        "run",
+        "--mode",
+        "ddp",
+        "--devices",
+        "2",
+        "--model",
+        "mlp",
+        "--steps",
+        "4",
+        "--device",
+        "cpu",
+        "--fault",
+        "raise@1:2",
+        "--json",
+    ]
+    status, out, _ = call(capsys, *words, "--runs-dir", str(runs_dir))
+    result = json.loads(out)
+    assert status == 1
+    assert result["status"] == "failed"
+    assert result["error"]["rank"] == 1
+    assert result["error"]["step"] == 2
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def running(runs_dir: Path, process: subprocess.Popen) -> dict:
+    """The status of the process's run, once every rank has made a step."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        for folder in runs_dir.iterdir():
+            status = archive.read_status(folder)
+            if status["state"] == "running" and all(archive.read_steps(folder, rank) for rank in range(2)):
+                return status
+        time.sleep(0.02)
+    raise AssertionError("the run did not begin")
+
+
+LONG = ["run", "--mode", "ddp", "--devices", "2", "--model", "mlp", "--steps", "100000", "--device", "cpu", "--json"]
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_however_the_command_ends_no_worker_is_left(number, runs_dir):
+    with engine_process(*LONG, "--runs-dir", str(runs_dir)) as process:
+        status = running(runs_dir, process)
+        began = time.monotonic()
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=30)
+    pids = [status["launcher_pid"], *status["worker_pids"]]
+    while any(alive(pid) for pid in pids) and time.monotonic() < began + 10:
+        time.sleep(0.02)
+    assert not [pid for pid in pids if alive(pid)]
+    assert time.monotonic() - began < 5
+    if number != signal.SIGKILL:
+        assert json.loads(out)["status"] == "stopped"
+        assert process.returncode == 1
+    (folder,) = runs_dir.iterdir()
+    assert archive.read_status(folder)["state"] in ("stopped", "failed")
+
+
+def test_help_names_every_setting_once(capsys):
+    with pytest.raises(SystemExit) as ended:
+        command_line.main(["run", "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for option in [
+        "mode",
+        "devices",
+        "model",
+        "layers",
+        "hidden",
+        "heads",
+        "context",
+        "dataset",
+        "steps",
+        "epochs",
+        "global-batch",
+        "microbatches",
+    ]:
+        assert len(re.findall(rf"^  --{option} ", text, re.M)) == 1
+
+
+def test_a_reader_that_leaves_is_no_error():
+    """`python -m engine modes | head -1`"""
+    with engine_process("modes") as process:
+        process.stdout.close()
+        assert process.wait(timeout=30) in (0, 1)
+        assert "Traceback" not in process.stderr.read()

@@ -1,0 +1,116 @@
+"""No language lacks a word: the catalogues, and what the engine says in English."""
+
+from __future__ import annotations
+
+import ast
+import string
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from engine import archive, modes
+from engine.cost.machine import MACHINES
+from engine.spec import DATASETS, DEVICES, MODELS, MODES, OPTIMIZERS, RULES, SCHEDULES, WANTED, Spec, SpecError
+from viz.figures import words
+from viz.locales import LANGUAGES, read, text
+from viz.locales.engine import explain, help_of, lesson, phrase
+
+OTHERS = [language for language in LANGUAGES if language != "en"]
+PAGES = Path(__file__).resolve().parents[2] / "viz" / "pages"
+
+
+def blanks(sentence: str) -> set[str]:
+    """The names of the values that go into a sentence."""
+    return {name for _, name, _, _ in string.Formatter().parse(sentence) if name is not None}
+
+
+def chinese(sentence: str) -> bool:
+    return any("一" <= c <= "鿿" for c in sentence)
+
+
+@pytest.mark.parametrize("language", OTHERS)
+@pytest.mark.parametrize("part", ["", "figures."])
+def test_catalogues_have_the_same_keys_and_the_same_values_in_them(language: str, part: str):
+    english, other = read(f"{part}en"), read(f"{part}{language}")
+    assert other.keys() == english.keys()
+    assert {key: blanks(sentence) for key, sentence in other.items()} == {k: blanks(s) for k, s in english.items()}
+    assert all(sentence.strip() for sentence in other.values())
+
+
+def test_a_key_that_is_missing_is_an_error_and_not_an_empty_word():
+    with pytest.raises(KeyError):
+        text("en")("no.such.key")
+
+
+def test_a_language_that_nobody_speaks_is_shown_in_english():
+    assert text("xx").language == "en"
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_key_that_the_pages_ask_for_is_there(language: str):
+    """Keys that are written out, in `text("key")`; those that are put together are in the next test."""
+    asked = set()
+    for path in PAGES.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "text" and node.args:
+                choices = node.args[0]
+                parts = [choices.body, choices.orelse] if isinstance(choices, ast.IfExp) else [choices]
+                asked |= {part.value for part in parts if isinstance(part, ast.Constant)}
+    assert len(asked) > 40
+    assert not {key for key in asked if key not in text(language)}
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_choice_setting_and_state_has_a_name(language: str):
+    choices = {
+        "mode": MODES,
+        "model": MODELS,
+        "dataset": DATASETS,
+        "schedule": SCHEDULES,
+        "optimizer": OPTIMIZERS,
+        "device": DEVICES,
+        "machine": MACHINES,
+        "state": {*archive.STATES, *archive.FINAL},
+        "setting": {f.name for f in fields(Spec)} - {"mode"},
+    }
+    wanted = {f"{name}.{value}" for name, values in choices.items() for value in values}
+    assert not {key for key in wanted if key not in text(language)}
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_word_of_the_figures_is_there(language: str):
+    wanted = {*words.OP_KEYS.values(), *words.PAYLOAD_KEYS.values(), *words.LOOK_KEYS.values()}
+    assert not {key for key in wanted if key not in text(language)}
+
+
+@pytest.mark.parametrize("language", OTHERS)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_lesson_has_as_many_steps_as_the_engine_gives_it(language: str, mode: str):
+    told, english = lesson(language, mode), modes.lesson(mode)
+    assert len(told.steps) == len(english.steps)
+    assert all(chinese(sentence) for sentence in (told.title, told.idea, told.use, told.limits, *told.steps))
+
+
+@pytest.mark.parametrize("language", OTHERS)
+def test_every_setting_has_help(language: str):
+    assert all(chinese(help_of(language, f.name)) for f in fields(Spec))
+
+
+@pytest.mark.parametrize("language", OTHERS)
+def test_every_rule_is_told_with_the_engine_s_values(language: str):
+    rules = read(f"engine.{language}")["rules"]
+    assert rules.keys() == RULES.keys()
+    assert {code: blanks(rule) for code, rule in rules.items()} == {code: blanks(rule) for code, rule in RULES.items()}
+
+
+def test_english_is_the_engine_s_own():
+    error = SpecError("heads_divide", "heads", 5, suggest=[4, 8], hidden=128)
+    assert explain("en", error) == str(error)
+    assert explain("zh", error) == "heads 必须整除 hidden（128）；现在是 5。可以试试：4, 8。"
+
+
+def test_phrases_inside_a_rule_are_translated_and_values_are_not():
+    assert all(chinese(phrase("zh", wanted)) or wanted == "true or false" for wanted in WANTED.values())
+    error = SpecError("does_not_apply", "microbatches", "text", to="the mode ddp")
+    assert explain("zh", error) == "microbatches 不适用于模式 ddp；现在是 text。请去掉它。"

@@ -1,0 +1,283 @@
+"""The player in a real browser: what it shows, what its controls do, and how smoothly it moves."""
+
+import json
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from bench.figures import ARGUMENTS, find_browser, frames_per_second, open_page, pipeline_payload
+from engine import modes
+from engine.cost.machine import machine
+from engine.job import prepare
+from engine.simulate import simulate
+from engine.spec import Spec
+from engine.timeline import Timeline
+from viz import export, player
+from viz.figures.moving import moving_picture
+from viz.figures.picture import picture_info
+from viz.locales import text
+
+BROWSER = find_browser()
+needs_browser = [
+    pytest.mark.browser,
+    pytest.mark.skipif(BROWSER is None, reason="no Chromium (install chromium for the browser tests)"),
+]
+ROOT = ".lockstep-player"
+MOUNT = """(payload) => {
+  document.querySelector(".lockstep-player")?.player.destroy();
+  mountPlayer(document.body.appendChild(document.createElement("div")), payload);
+}"""
+SPAN = """(player) => {  // the middle of the fourth op that computes, and what it is
+  const { spans, strings } = player.payload, scale = player.scale(), frame = player.figure_.getBoundingClientRect();
+  const i = spans.front.map((front, i) => [front, i]).filter(([front]) => front === 1)[3][1];
+  const [y0, y1] = spans.lanes[spans.lane[i]], middle = (spans.t0[i] + spans.t1[i]) / 2;
+  return [frame.left + scale.tx(middle), frame.top + scale.ty((y0 + y1) / 2), strings[spans.words[i]]];
+}"""
+ELEVEN = """(player) => {  // where the clock is at 11
+  const scale = player.scale(), frame = player.figure_.getBoundingClientRect();
+  return [frame.left + scale.tx(11), frame.top + scale.top + 5];
+}"""
+
+
+def payload_of(mode="pipeline", devices=4, machine_name="unit", language="en", **settings):
+    job = prepare(Spec(mode=mode, devices=devices, **settings))
+    simulation = simulate(modes.plan(job), machine(machine_name))
+    return moving_picture(picture_info(simulation.plan, job.layers, simulation.timeline), text(language))
+
+
+@pytest.fixture(scope="module")
+def page():
+    """One page for all tests: most of a second page's time would go to reading plotly.js."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
+        yield open_page(browser, payload_of(), Path(folder))
+        browser.close()
+
+
+@pytest.fixture
+def show(page):
+    """show(payload) -> the page with a new player of it. Whatever scripts complain about or ask for fails the test."""
+    complaints = []
+    listeners = {
+        "pageerror": lambda error: complaints.append(str(error)),
+        "console": lambda message: message.type == "error" and complaints.append(message.text),
+        "request": lambda request: complaints.append(request.url),
+    }
+    for event, listener in listeners.items():
+        page.on(event, listener)
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.emulate_media(color_scheme="light")
+    page.mouse.move(1, 1)
+
+    def show(payload):
+        page.evaluate(MOUNT, payload)
+        page.wait_for_function(f"document.querySelector('{ROOT}')?.player?.ready")
+        return page
+
+    yield show
+    for event, listener in listeners.items():
+        page.remove_listener(event, listener)
+    assert complaints == []
+
+
+def state(page):
+    return page.evaluate(
+        f"(({{playing, time, end}}) => [playing === 'true', +time, +end])(document.querySelector('{ROOT}').dataset)"
+    )
+
+
+def ask(page, function):
+    """The value of a JavaScript function of the player."""
+    return page.evaluate(f"({function})(document.querySelector('{ROOT}').player)")
+
+
+def seek(page, share):
+    ask(page, f"(player) => player.seek(player.payload.end * {share})")
+
+
+class TestPlayer:
+    pytestmark = needs_browser
+
+    def test_it_plays_pauses_and_stops_at_the_end(self, show):
+        page = show(payload_of())
+        assert state(page) == [False, 0, 33]
+        page.locator(".ls-play").click()
+        page.wait_for_function(f"document.querySelector('{ROOT}').dataset.time > 1")
+        page.locator(".ls-play").click()
+        playing, time, _ = state(page)
+        assert not playing
+        assert 1 < time < 33
+        seek(page, 0.99)
+        page.locator(".ls-play").click()
+        page.wait_for_function(f"document.querySelector('{ROOT}').dataset.playing === 'false'")
+        assert state(page) == [False, 33, 33]
+
+    def test_speed_changes_how_fast_the_clock_goes(self, show):
+        """Four times the speed covers more than twice the way in the same time, whatever else the machine does."""
+        page = show(payload_of())
+        ways = []
+        for speed in ("1", "4"):
+            page.locator(".ls-speed").select_option(speed)
+            seek(page, 0)
+            page.locator(".ls-play").click()
+            page.wait_for_timeout(800)
+            page.locator(".ls-play").click()
+            ways.append(state(page)[1])
+        assert ways[1] > 2 * ways[0] > 0
+
+    def test_keys_step_from_op_to_op(self, show):
+        page = show(payload_of())
+        page.locator(ROOT).focus()
+        times = [0]
+        for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "End", "Home"):
+            page.keyboard.press(key)
+            times.append(state(page)[1])
+        assert times == [0, 1, 2, 1, 33, 0]
+        page.keyboard.press(" ")
+        assert state(page)[0]
+
+    def test_keys_with_a_modifier_are_left_to_the_browser(self, show):
+        page = show(payload_of())
+        page.keyboard.press("Control+ArrowRight")
+        assert state(page)[1] == 0
+
+    def test_the_slider_sets_the_time_and_says_it(self, show):
+        page = show(payload_of())
+        page.locator(".ls-slider").evaluate("e => { e.value = 16.5; e.dispatchEvent(new Event('input')); }")
+        assert state(page) == [False, 16.5, 33]
+        assert page.locator(".ls-slider").get_attribute("aria-valuetext") == "16.5 s"
+
+    def test_the_buttons_have_names(self, show):
+        page = show(payload_of(language="zh"))
+        for name in ("播放", "后退一步", "前进一步", "循环播放"):
+            assert page.get_by_role("button", name=name, exact=True).count() == 1
+        assert page.get_by_role("slider", name="时间").count() == 1
+
+    def test_at_a_time_the_devices_that_compute_glow_and_packets_fly(self, show):
+        """1F1B, 4 stages, F = 1, B = 2, messages 0 s. At 13.2: backward 1, forward 4, backward 2, backward 3."""
+        page = show(payload_of(microbatches=8))
+        seek(page, 13.2 / 33)
+        assert page.locator(".ls-doing").all_text_contents() == ["backward 1", "forward 4", "backward 2", "backward 3"]
+        assert sorted(page.locator(".ls-number").all_text_contents()) == ["1", "4"]
+        said = page.locator(".ls-words").text_content()
+        assert "rank 1: forward" in said
+        assert "backward" in said
+
+    def test_an_idle_device_does_not_glow_and_is_said_to_be_idle(self, show):
+        """At 0.5 only the first stage works; loads take no time on this machine."""
+        page = show(payload_of(microbatches=8))
+        seek(page, 0.5 / 33)
+        assert page.locator(".ls-doing").all_text_contents() == ["forward 0"]
+        assert page.locator(".ls-words").text_content() == "rank 0: forward · microbatch 0   |   ranks 1–3 idle"
+
+    def test_packets_lie_on_the_links_that_plotly_drew(self, show):
+        """Halfway along its flight a packet is in the middle between two boxes, in pixels."""
+        payload = payload_of("layer_split", 2, "local")
+        page = show(payload)
+        i = len(payload["flights"]["t0"]) - 1
+        middle = (payload["flights"]["t0"][i] + payload["flights"]["t1"][i]) / 2
+        seek(page, middle / payload["end"])
+        spot = page.locator(".ls-packet").bounding_box()
+        plot = page.evaluate(
+            "(f => [f.xaxis._offset, f.xaxis._length])(document.querySelector('.ls-figure')._fullLayout)"
+        )
+        left = page.locator(".ls-figure").bounding_box()["x"]
+        assert spot["x"] + spot["width"] / 2 == pytest.approx(left + plot[0] + plot[1] / 2, abs=1.5)
+
+    def test_the_span_under_the_mouse_says_what_it_is(self, show):
+        page = show(payload_of(microbatches=8))
+        at = ask(page, SPAN)
+        page.mouse.move(at[0], at[1])
+        lines = page.locator(".ls-tip div").all_text_contents()
+        assert lines[0] == at[2]
+        assert re.fullmatch(r"rank \d · stage \d", lines[1])
+        assert re.fullmatch(r"[12] s · starts at \d+ s", lines[-1])
+        page.mouse.move(5, 5)
+        assert page.locator(".ls-tip").is_hidden()
+
+    def test_a_click_on_the_timeline_goes_there(self, show):
+        page = show(payload_of())
+        spot = ask(page, ELEVEN)
+        page.mouse.click(*spot)
+        assert state(page)[1] == pytest.approx(11, abs=0.1)
+
+    def test_a_changed_picture_keeps_the_clock_and_goes_on_playing(self, show):
+        page = show(payload_of())
+        seek(page, 0.5)
+        page.locator(".ls-play").click()
+        other = payload_of(language="zh")
+        page.evaluate(f"payload => mountPlayer(document.querySelector('{ROOT}'), payload)", other)
+        page.wait_for_function("document.querySelector('.ls-words').textContent.includes('设备')")
+        playing, time, _ = state(page)
+        assert playing
+        assert 16 < time < 25
+
+    def test_a_narrow_page_does_not_scroll_sideways(self, show):
+        page = show(payload_of("pipeline", 4))
+        page.set_viewport_size({"width": 400, "height": 800})
+        page.wait_for_function("document.querySelector('.ls-figure .main-svg').clientWidth < 400")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+
+    def test_a_dark_theme_changes_the_ink(self, show):
+        page = show(payload_of())
+        ink = "document.querySelector('.ls-figure .x2tick text').style.fill"
+        light = page.evaluate(ink)
+        page.emulate_media(color_scheme="dark")
+        page.wait_for_function(f"{ink} !== '{light}'")
+        assert page.evaluate(ink) == "rgb(228, 234, 240)"
+
+    def test_an_empty_picture_opens_and_says_so(self, show):
+        job = prepare(Spec(mode="ddp", devices=2))
+        info = picture_info(modes.plan(job), job.layers, None, Timeline.of([], "measured", 2), "measured")
+        page = show(moving_picture(info, text("en")))
+        assert page.locator(".ls-caption").text_content() == "Nothing has been recorded yet."
+        page.locator(".ls-play").click()
+        assert page.locator(".ls-packet").count() == 0
+
+    def test_a_thousand_spans_move_at_25_frames_a_second_or_more(self, show):
+        spans, _, payload = pipeline_payload(8, 23)
+        assert spans >= 1000
+        page = show(payload)
+        # The best of a few, as other work on this machine can only slow it down.
+        assert max(frames_per_second(page, 1.5) for _ in range(3)) >= 25
+
+
+def test_a_page_holds_no_address_and_a_label_cannot_end_its_element():
+    payload = payload_of()
+    payload["strings"][0] = "</script><b>"
+    page = player.page(payload, title="<i>", language="zh")
+    assert "</script><b>" not in page
+    assert "<title>&lt;i&gt;</title>" in page
+    head = page.replace(player._read("player.js"), "")
+    assert not re.search(r'(?:src|href)="', head.split("<script>")[0])
+    data = re.search(r'id="payload">(.*?)</script>', page)[1]
+    assert json.loads(data)["strings"][0] == "</script><b>"
+
+
+def test_export_writes_the_picture_of_a_spec(tmp_path):
+    spec, page = tmp_path / "spec.json", tmp_path / "page.html"
+    spec.write_text(json.dumps(Spec(mode="ddp", devices=3, global_batch=63, machine="h100").to_dict()))
+    assert export.main([str(spec), "--output", str(page), "--language", "zh"]) == 0
+    assert "<title>Lockstep：ddp，3 个设备</title>" in page.read_text(encoding="utf-8")
+
+
+def test_export_draws_what_a_run_measured(tmp_path):
+    job = prepare(Spec(mode="layer_split", devices=2))
+    (tmp_path / "spec.json").write_text(json.dumps(job.spec.to_dict()))
+    timeline = simulate(modes.plan(job), machine("unit")).timeline
+    timeline.save(tmp_path / "timeline.parquet")
+    page = Path(export.export(tmp_path, tmp_path / "page.html")).read_text(encoding="utf-8")
+    payload = json.loads(re.search(r'id="payload">(.*?)</script>', page)[1])
+    assert payload["end"] * payload["unit"][0] == pytest.approx(timeline.makespan)
+    assert not any(payload["spans"]["veiled"])
+
+
+@pytest.mark.parametrize(("source", "status"), [("missing.json", 2), ("spec.json", 1)])
+def test_export_says_in_one_line_what_is_wrong(tmp_path, capsys, source, status):
+    (tmp_path / "spec.json").write_text(json.dumps({"mode": "ddp"}))
+    assert export.main([str(tmp_path / source), "--output", str(tmp_path / "no" / "page.html")]) == status
+    assert capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,74 @@
+"""Colours: every op has one, it can be read on, and told apart."""
+
+import itertools
+
+import pytest
+
+from engine.plan import COMPUTE, KINDS, PAYLOADS
+from viz import theme
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance, WCAG 2.2."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, two: str) -> float:
+    high, low = sorted((luminance(one), luminance(two)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("name", theme.LOOKS)
+def test_ink_is_readable_on_its_colour(name):
+    """4.5:1, WCAG's bound for small type."""
+    look = theme.LOOKS[name]
+    assert contrast(look.ink, look.colour) >= 4.5
+
+
+def test_the_measure_of_contrast_finds_unreadable_ink():
+    assert contrast("#FFFFFF", "#F0E442") < 4.5
+    assert contrast("#FFFFFF", "#000000") == pytest.approx(21)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_op_has_a_look_of_its_own_or_that_of_what_it_moves(kind):
+    if kind in COMPUTE and kind != "copy":
+        assert theme.look_of(kind) != "other"
+    for payload in PAYLOADS:
+        if payload != "control" and kind not in COMPUTE:
+            assert theme.look_of(kind, payload) == payload
+
+
+def test_halves_of_a_backward_pass_and_a_load_look_like_the_whole_and_the_batch():
+    assert {theme.look_of(k) for k in ("backward", "backward_input", "backward_weight")} == {"backward"}
+    assert theme.look_of("load", "batch") == "batch"
+
+
+def test_no_two_looks_share_a_colour():
+    colours = [look.colour for look in theme.LOOKS.values()]
+    assert len(set(colours)) == len(colours)
+
+
+def test_what_travels_has_a_shape_of_its_own():
+    shapes = [theme.LOOKS[p].shape for p in ("batch", "activation", "gradient", "weights", "tokens")]
+    assert shapes == ["triangle", "circle", "diamond", "square", "hexagon"]
+
+
+def test_forward_and_backward_differ_without_colour():
+    assert theme.LOOKS["forward"].pattern != theme.LOOKS["backward"].pattern
+
+
+def test_stand_ins_can_be_told_apart_and_are_seen_on_white_and_on_black():
+    assert len(set(theme.THEME)) == 4
+    for one, two in itertools.product(theme.THEME, ("#FFFFFF", "#000000")):
+        assert contrast(one, two) >= 3
+
+
+def test_a_layout_changes_what_is_asked_and_keeps_the_rest():
+    layout = theme.layout(height=100, xaxis={"visible": False})
+    assert layout["height"] == 100
+    assert layout["xaxis"]["visible"] is False
+    assert layout["xaxis"]["showgrid"] is False
+    assert theme.layout()["xaxis"].get("visible") is None
