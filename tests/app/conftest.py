@@ -26,7 +26,7 @@ from engine.spec import Spec
 from engine.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 5  # of a recorded run
+SLOWER = (9.0, 5.0, 2.0, 3.0, 2.1)  # how many times slower than predicted each step of a recorded run is
 
 
 @pytest.fixture
@@ -50,7 +50,8 @@ def lab(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., AppTes
 def record(runs_dir: Path) -> Callable[..., Path]:
     """`record(Spec(...), state="failed", error={...}, parity={...})` writes a run folder, without running anything.
 
-    What it "measured" is the prediction, each step twice as slow, and step 3 the slowest.
+    What it "measured" is the prediction, slower by the factors in SLOWER; of the steady steps (from 2), step 4 has
+    the median duration.
     """
 
     def write(spec: Spec, state: str = "finished", error: dict | None = None, **changes: Any) -> Path:
@@ -88,10 +89,10 @@ def record(runs_dir: Path) -> Callable[..., Path]:
 
 
 def _stretch(timeline: Timeline) -> Timeline:
-    """STEPS copies of one step, one after the other, each twice as slow; the fourth three times."""
+    """Copies of one step, one after the other."""
     parts = []
-    for step in range(STEPS):
-        factor, offset = 3.0 if step == 3 else 2.0, 4.0 * step * timeline.makespan
+    for step, factor in enumerate(SLOWER):
+        offset = 10.0 * step * timeline.makespan
         columns = dict(timeline.columns) | {"step": np.full(len(timeline), step)}
         columns |= {name: timeline[name] * factor + offset for name in ("start", "end")}
         parts.append(columns)

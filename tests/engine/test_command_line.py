@@ -42,7 +42,7 @@ def engine_process(*words: str, **options) -> subprocess.Popen:
 def test_simulate_prints_one_object_with_the_numbers(capsys):
     status, out, _ = call(
         capsys,
-        *["simulate", "--mode", "pipeline", "--devices", "4", "--machine", "unit", "--microbatches", "8", "--json"],
+        *"simulate --mode pipeline --devices 4 --machine unit --microbatches 8 --json".split(),
     )
     summary = json.loads(out)
     assert status == 0
@@ -55,7 +55,7 @@ def test_simulate_prints_one_object_with_the_numbers(capsys):
 
 def test_ring_bytes_of_ddp(capsys):
     """2(n-1)/n of the model's 431,080 parameters of 4 bytes on each of 4 ranks."""
-    summary = json.loads(call(capsys, *["simulate", "--mode", "ddp", "--devices", "4", "--json"])[1])
+    summary = json.loads(call(capsys, *"simulate --mode ddp --devices 4 --json".split())[1])
     assert summary["bytes_sent"] == [2 * 3 * 431_080 * 4 // 4] * 4
 
 
@@ -91,10 +91,7 @@ WRONG = [
     ("simulate --mode ddp --schedule gpipe", "does not apply to the mode ddp"),
     ("simulate --machine abacus", "local"),
     ("run --device cuda --devices 2", "cuda"),
-    (
-        "run --devices 100 --global-batch 100",
-        "at most 64 processes on one machine; devices is 100. It can still be simulated. Try: 50.",
-    ),
+    ("run --devices 100 --global-batch 100", "simulated. Try: 50."),
     ("show ../../etc", "run id"),
     ("show nothing", "no run"),
     ("export nothing", "no run"),
@@ -136,22 +133,7 @@ def test_options_win_over_the_spec_file(tmp_path, capsys):
 @pytest.mark.real
 def test_a_run_prints_its_result_and_can_be_shown_and_exported(runs_dir, tmp_path, capsys):
     place = ["--runs-dir", str(runs_dir)]
-    words = [
-        "run",
-        "--mode",
-        "ddp",
-        "--devices",
-        "2",
-        "--model",
-        "mlp",
-        "--dataset",
-        "synthetic",
-        "--steps",
-        "4",
-        "--device",
-        "cpu",
-        "--json",
-    ]
+    words = "run --mode ddp --devices 2 --model mlp --dataset synthetic --steps 4 --device cpu --json".split()
     status, out, _ = call(capsys, *words, *place)
     result = json.loads(out)
     assert status == 0
@@ -182,22 +164,7 @@ def test_a_run_prints_its_result_and_can_be_shown_and_exported(runs_dir, tmp_pat
 
 @pytest.mark.real
 def test_a_run_that_fails_says_so_in_its_status(runs_dir, capsys):
-    words = [
-        "run",
-        "--mode",
-        "ddp",
-        "--devices",
-        "2",
-        "--model",
-        "mlp",
-        "--steps",
-        "4",
-        "--device",
-        "cpu",
-        "--fault",
-        "raise@1:2",
-        "--json",
-    ]
+    words = "run --mode ddp --devices 2 --model mlp --steps 4 --device cpu --fault raise@1:2 --json".split()
     status, out, _ = call(capsys, *words, "--runs-dir", str(runs_dir))
     result = json.loads(out)
     assert status == 1
@@ -225,7 +192,7 @@ def running(runs_dir: Path, process: subprocess.Popen) -> dict:
     raise AssertionError("the run did not begin")
 
 
-LONG = ["run", "--mode", "ddp", "--devices", "2", "--model", "mlp", "--steps", "100000", "--device", "cpu", "--json"]
+LONG = "run --mode ddp --devices 2 --model mlp --steps 100000 --device cpu --json".split()
 
 
 @pytest.mark.real
@@ -253,20 +220,9 @@ def test_help_names_every_setting_once(capsys):
         command_line.main(["run", "--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    for option in [
-        "mode",
-        "devices",
-        "model",
-        "layers",
-        "hidden",
-        "heads",
-        "context",
-        "dataset",
-        "steps",
-        "epochs",
-        "global-batch",
-        "microbatches",
-    ]:
+    for (
+        option
+    ) in "mode devices model layers hidden heads context dataset steps epochs global-batch microbatches".split():
         assert len(re.findall(rf"^  --{option} ", text, re.M)) == 1
 
 

@@ -50,7 +50,7 @@ def show_picture(shown: Shown, measured: Timeline | None, text: Catalogue, name:
     """
     view, step = "predicted", None
     if measured is not None:
-        view, step = _show_switch(measured, text)
+        view, step = _show_switch(measured, name, text)
     part = None if measured is None or view == "predicted" else measured.step(step)
     settings = tuple(shown.prediction.job.spec.to_params().items())
     payload = _payload((settings, name, step, view, text.language), shown, part, text)
@@ -58,7 +58,7 @@ def show_picture(shown: Shown, measured: Timeline | None, text: Catalogue, name:
     show_downloads(name, shown.prediction.timeline if part is None else measured, payload, text)
 
 
-def _show_switch(measured: Timeline, text: Catalogue) -> tuple[str, int]:
+def _show_switch(measured: Timeline, name: str, text: Catalogue) -> tuple[str, int]:
     left, right = st.columns([3, 2], vertical_alignment="bottom")
     with left:
         view = st.segmented_control(
@@ -78,7 +78,7 @@ def _show_switch(measured: Timeline, text: Catalogue) -> tuple[str, int]:
             steps,
             index=steps.index(typical),
             format_func=lambda s: text("picture.step.typical" if s == typical else "picture.step.one", step=s),
-            key="step",
+            key=f"step-{name}",
             label_visibility="collapsed",
             filter_mode=None,
         )
