@@ -141,7 +141,7 @@ def _wait_until_healthy(address: str, process: subprocess.Popen) -> None:
 
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Any]:
-    """The system's Chromium, once for the session."""
+    """The system's Chromium, once for the session, with one cache; each of its tabs is a Streamlit session of its own."""
     playwright = pytest.importorskip("playwright.sync_api")
     path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if path is None:
@@ -149,7 +149,7 @@ def chromium() -> Iterator[Any]:
     flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     with playwright.sync_playwright() as player:
         browser = player.chromium.launch(executable_path=path, args=flags)
-        yield browser
+        yield browser.new_context(viewport={"width": 1400, "height": 900})
         browser.close()
 
 
@@ -157,7 +157,7 @@ class Tab:
     """A browser tab at the app. `problems`: errors in its console, and requests that left this machine."""
 
     def __init__(self, browser: Any, address: str):
-        self.page = browser.new_page(viewport={"width": 1400, "height": 900})
+        self.page = browser.new_page()
         self.page.set_default_timeout(30_000)
         self.address = address
         self.problems: list[str] = []

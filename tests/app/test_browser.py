@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,13 +15,6 @@ from tests.app.conftest import Tab
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 NewTab = Callable[[], Tab]
-SHORT = "?mode=ddp&devices=2&model=mlp&steps=6"
-LONG = "?mode=ddp&devices=2&model=mlp&steps=5000"
-
-
-@pytest.fixture
-def runs(server: tuple[str, int, Path]) -> Path:
-    return server[2]
 
 
 def run_id(tab: Tab) -> str:
@@ -28,19 +22,18 @@ def run_id(tab: Tab) -> str:
     return tab.page.url.partition("run=")[2].partition("&")[0]
 
 
-def wait_for_state(folder: Path, *states: str, seconds: float = 40) -> dict:
+def wait_for_end(folder: Path, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
-    while (status := archive.read_status(folder))["state"] not in states:
+    while (status := archive.read_status(folder))["state"] not in archive.FINAL:
         assert time.monotonic() < deadline, status
         time.sleep(0.05)
-    return status
 
 
 def test_the_first_paint_has_the_picture_above_the_fold_and_asks_nobody_else(tab: NewTab):
     lab = tab().open()
     box = lab.page.locator(".ls-stage").bounding_box()
     assert 0 < box["y"] < 450  # of 900 pixels
-    assert lab.page.locator(".ls-title").all_inner_texts() == ["rank 0", "rank 1"]
+    assert lab.page.locator(".ls-title").all_text_contents() == ["rank 0", "rank 1"]
     assert lab.problems == []
 
 
@@ -81,48 +74,90 @@ def test_the_chinese_switch_keeps_the_page(tab: NewTab):
     assert lab.problems == []
 
 
-@pytest.mark.parametrize("query", ["?devices=abc", "?run=../../etc", "?mode=<b>x</b>&lr=nan", "?run=%00&devices=-1"])
-def test_a_nonsense_address_gives_a_message_and_never_a_traceback(tab: NewTab, query: str):
-    lab = tab().open(query)
-    assert lab.page.locator("[data-testid=stAlert]").count() >= 1
-    assert lab.page.locator("[data-testid=stException]").count() == 0
+def test_a_nonsense_address_gives_a_message_and_never_a_traceback(tab: NewTab):
+    lab = tab()
+    for query in ("?devices=abc", "?run=../../etc", "?mode=<b>x</b>&lr=nan", "?run=%00&devices=-1"):
+        lab.open(query)
+        assert lab.page.locator("[data-testid=stAlert]").count() >= 1
+        assert lab.page.locator("[data-testid=stException]").count() == 0
+    assert lab.problems == []
+
+
+@pytest.fixture(scope="module")
+def double_clicked(server: tuple[str, int, Path], chromium: Any) -> Iterator[tuple[Tab, Path]]:
+    """A tab whose Run button was double-clicked, and the run that came of it, which has ended."""
+    lab = Tab(chromium, server[0]).open("?mode=ddp&devices=2&model=mlp&steps=6")
+    lab.page.dblclick(".st-key-run button")
+    folder = server[2] / run_id(lab)
+    wait_for_end(folder)
+    yield lab, folder
+    lab.page.close()
+
+
+@pytest.mark.real
+def test_a_double_click_starts_one_run(double_clicked: tuple[Tab, Path]):
+    _, folder = double_clicked
+    assert [run["run_id"] for run in archive.list_runs(folder.parent)] == [folder.name]
+
+
+@pytest.mark.real
+def test_a_run_that_ends_shows_what_it_proved(double_clicked: tuple[Tab, Path]):
+    lab, folder = double_clicked
+    assert archive.read_status(folder)["state"] == "finished"
+    assert_verdict(lab)
+
+
+@pytest.mark.real
+def test_a_reload_keeps_the_run(double_clicked: tuple[Tab, Path]):
+    lab, folder = double_clicked
+    lab.page.reload()
+    assert_verdict(lab.settle())
+    assert run_id(lab) == folder.name
+
+
+@pytest.mark.real
+def test_a_second_tab_shows_the_same_run_from_its_id_alone(double_clicked: tuple[Tab, Path], tab: NewTab):
+    second = tab().open(f"?run={double_clicked[1].name}")
+    assert_verdict(second)
+    second.page.wait_for_url("**model=mlp*")  # the run has brought its settings
+
+
+@pytest.mark.real
+def test_the_list_of_runs_opens_a_run(double_clicked: tuple[Tab, Path], tab: NewTab):
+    name = double_clicked[1].name
+    lab = tab().open()
+    lab.page.click("text=Runs")
+    lab.page.click(f".st-key-run-{name} a")
+    assert_verdict(lab)
+    assert run_id(lab) == name
+
+
+@pytest.mark.real
+def test_the_server_that_ran_it_never_loaded_torch(double_clicked: tuple[Tab, Path], server: tuple[str, int, Path]):
+    assert "libtorch" not in Path(f"/proc/{server[1]}/maps").read_text()
+
+
+def assert_verdict(lab: Tab) -> None:
+    """The run has finished, agrees with one device and with its plan, and its measured picture is shown."""
+    cards = lab.page.inner_text(".st-key-verdict")
+    assert "equal" in cards and "as planned" in cards and "6 steps" in cards
+    chosen = lab.page.locator(".st-key-view [aria-checked=true], .st-key-view [kind=segmented_controlActive]")
+    assert chosen.first.inner_text() == "Measured"
     assert lab.problems == []
 
 
 @pytest.mark.real
-def test_a_run_shows_itself_live_then_what_it_proved_and_again_after_a_reload_and_in_a_second_tab(
-    tab: NewTab, runs: Path
-):
-    lab = tab().open(SHORT)
+def test_stop_ends_a_run_within_two_seconds_in_every_tab(tab: NewTab, server: tuple[str, int, Path]):
+    lab = tab().open("?mode=ddp&devices=2&model=mlp&steps=100000")
     lab.click("run")
-    name = run_id(lab)
-    status = wait_for_state(runs / name, *archive.FINAL)
-    assert status["state"] == "finished", status
-    lab.page.wait_for_selector(".st-key-verdict")
-    second = tab().open(f"?run={name}")
-    second.page.wait_for_selector(".st-key-verdict")
-    lab.page.reload()
-    for one in (lab.settle(), second):
-        one.page.wait_for_selector(".st-key-verdict")
-        cards = one.page.inner_text(".st-key-verdict")
-        assert "equal" in cards and "as planned" in cards and "6 steps" in cards
-        assert one.page.locator("[data-testid=stMain] [aria-checked=true]").first.inner_text() == "Measured"
-        assert one.problems == []
-    assert "model=mlp" in second.page.url  # the link to the run alone has brought its settings
-
-
-@pytest.mark.real
-def test_stop_ends_a_run_within_two_seconds_in_every_tab(tab: NewTab, runs: Path):
-    lab = tab().open(LONG)
-    lab.click("run")
-    name = run_id(lab)
-    wait_for_state(runs / name, "running")
-    second = tab().open(f"?run={name}")
-    second.page.wait_for_selector(".st-key-live")
+    folder = server[2] / run_id(lab)
     lab.page.wait_for_selector(".st-key-live >> text=/Step [1-9]/")
-    workers = archive.read_status(runs / name)["worker_pids"]
+    second = tab().open(f"?run={folder.name}")
+    second.page.wait_for_selector(".st-key-live")
+    workers = archive.read_status(folder)["worker_pids"]
+    assert len(workers) == 2
     lab.click("stop")
-    while not (runs / name / "stop").exists():
+    while not (folder / "stop").exists():
         time.sleep(0.01)
     asked = time.monotonic()
     while any(archive.process_start(pid) is not None for pid in workers):
@@ -131,34 +166,3 @@ def test_stop_ends_a_run_within_two_seconds_in_every_tab(tab: NewTab, runs: Path
     for one in (lab, second):
         one.page.wait_for_selector("text=Stopped before its last step")
         assert one.problems == []
-
-
-@pytest.mark.real
-def test_a_double_click_starts_one_run(tab: NewTab, runs: Path):
-    before = len(archive.list_runs(runs))
-    lab = tab().open(SHORT)
-    lab.page.dblclick(".st-key-run button")
-    wait_for_state(runs / run_id(lab), *archive.FINAL)
-    assert len(archive.list_runs(runs)) == before + 1
-
-
-@pytest.mark.real
-def test_the_list_of_runs_opens_a_run(tab: NewTab, runs: Path):
-    lab = tab().open(SHORT)
-    lab.click("run")
-    name = run_id(lab)
-    wait_for_state(runs / name, *archive.FINAL)
-    lab.page.click("text=Runs")
-    lab.page.click(f".st-key-run-{name} a")
-    lab.page.wait_for_selector(".st-key-verdict")
-    assert run_id(lab) == name
-    assert lab.problems == []
-
-
-@pytest.mark.real
-def test_the_server_never_loads_torch(tab: NewTab, server: tuple[str, int, Path]):
-    """Nor does it import it by the way: a run's results are written by processes of their own."""
-    lab = tab().open(SHORT)
-    lab.click("run")
-    wait_for_state(server[2] / run_id(lab), *archive.FINAL)
-    assert "libtorch" not in Path(f"/proc/{server[1]}/maps").read_text()

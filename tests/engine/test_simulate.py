@@ -322,6 +322,11 @@ def test_a_zero_bubble_backward_frees_its_activations_with_the_weights_half():
     assert result.makespan == 6
 
 
+def test_activations_are_freed_once_though_a_backward_comes_in_two_ops():
+    text = "mesh\nrole 0: ranks 0\nforward m0 saved=3\nforward m1 saved=5\nbackward m0\nbackward m0\nforward m2 saved=5"
+    assert simulate(parse_plan(text), UNIT).peak_memory == [5 + 5]
+
+
 def test_nothing_takes_no_time():
     result = simulate(Plan(Mesh(), (Program(()),), (0,)), UNIT)
     assert (result.makespan, len(result.timeline), result.peak_in_flight) == (0.0, 0, [0])

@@ -211,7 +211,7 @@ class TestPlayer:
         page.locator(".ls-play").click()
         other = payload_of(language="zh")
         page.evaluate(f"payload => mountPlayer(document.querySelector('{ROOT}'), payload)", other)
-        page.wait_for_function("document.querySelector('.ls-words').textContent.includes('设备')")
+        page.wait_for_function("document.querySelector('.ls-words').textContent.includes('向')")
         playing, time, _ = state(page)
         assert playing
         assert 16 < time < 25
@@ -242,8 +242,8 @@ class TestPlayer:
         spans, _, payload = pipeline_payload(8, 23)
         assert spans >= 1000
         page = show(payload)
-        # The best of a few, as other work on this machine can only slow it down.
-        assert max(frames_per_second(page, 1.5) for _ in range(3)) >= 25
+        # One try of three, as other work on this machine can only slow it down.
+        assert any(frames_per_second(page, 1.5) >= 25 for _ in range(3))
 
 
 def test_a_page_holds_no_address_and_a_label_cannot_end_its_element():

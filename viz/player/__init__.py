@@ -71,8 +71,6 @@ def page(payload: dict[str, Any], title: str = "Lockstep", language: str = "en")
 <script>{plotly.offline.get_plotlyjs()}</script>
 <script type="application/json" id="payload">{data}</script>
 <script>{script}
-const payload = JSON.parse(document.getElementById("payload").textContent), root = document.getElementById("player");
-mountPlayer(root, payload);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => mountPlayer(root, payload));
+mountPlayer(document.getElementById("player"), JSON.parse(document.getElementById("payload").textContent));
 </script></html>
 """

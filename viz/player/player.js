@@ -68,6 +68,9 @@ class Player {
     }, true);
     this.stage_.addEventListener("pointermove", (event) => this.point(event), true);
     this.stage_.addEventListener("pointerleave", () => (this.tip_.hidden = true));
+    this.dark = matchMedia("(prefers-color-scheme: dark)");
+    this.onTheme = () => this.show(this.payload);
+    this.dark.addEventListener("change", this.onTheme);
     this.resize = new ResizeObserver(() => this.ready && this.figure_.clientWidth && Plotly.Plots.resize(this.figure_));
     this.resize.observe(this.figure_);
   }
@@ -220,7 +223,7 @@ class Player {
     const z = this.zoom, fits = ([c0, c1, d0, d1], name) => py(d0) - py(d1) > 12 * z && z * width(name, CELL) <= px(c1) - px(c0) - 4;
     this.named = boxes.every(({ cells, layers }) => layers.every((name, i) => fits(cells[i], name))); // all or none
     this.room = this.words_.clientWidth;
-    const digits = "8".repeat(Math.max(...spans.label.map((i) => /\d*$/.exec(strings[i])[0].length))); // likewise
+    const digits = "8".repeat(Math.max(0, ...spans.label.map((i) => /\d*$/.exec(strings[i])[0].length))); // likewise
     for (const { at: [x0, x1, , y1], titles, memory, cells, held, layers } of boxes) {
       const wide = px(x1) - px(x0), title = fitting(titles, (wide - 20) / z, TITLE) ?? titles.at(-1);
       marks("text", { x: px(x0) + 10, y: py(y1) + (py(0) - py(18)), class: "ls-title" }, title);
@@ -383,6 +386,7 @@ class Player {
     this.ready = this.playing = false;
     cancelAnimationFrame(this.frame);
     document.removeEventListener("keydown", this.onKey, true);
+    this.dark.removeEventListener("change", this.onTheme);
     this.resize.disconnect();
     if (window.Plotly) Plotly.purge(this.figure_);
     this.root.remove();
