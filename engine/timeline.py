@@ -44,7 +44,7 @@ _REAL = ("start", "end")
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Columns of equal length, one entry a span, sorted by (rank, start) within a step.
+    """Columns of equal length, one entry a span; the spans of one rank and lane are in the order in which they ran.
 
     `memory`: samples (rank, time in seconds, category, bytes), where known. `source`: simulated, measured, imported.
     """

@@ -141,7 +141,7 @@ def _wait_until_healthy(address: str, process: subprocess.Popen) -> None:
 
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Any]:
-    """The system's Chromium, once for the session, with one cache; each of its tabs is a Streamlit session of its own."""
+    """The system's Chromium, once for the session, with one cache; each tab is a Streamlit session of its own."""
     playwright = pytest.importorskip("playwright.sync_api")
     path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if path is None:

@@ -76,7 +76,7 @@ def test_the_chinese_switch_keeps_the_page(tab: NewTab):
 
 def test_a_nonsense_address_gives_a_message_and_never_a_traceback(tab: NewTab):
     lab = tab()
-    for query in ("?devices=abc", "?run=../../etc", "?mode=<b>x</b>&lr=nan", "?run=%00&devices=-1"):
+    for query in ("?devices=abc", "?run=../../etc&lr=nan", "?run=%00&mode=<b>x</b>"):
         lab.open(query)
         assert lab.page.locator("[data-testid=stAlert]").count() >= 1
         assert lab.page.locator("[data-testid=stException]").count() == 0
@@ -139,8 +139,9 @@ def test_the_server_that_ran_it_never_loaded_torch(double_clicked: tuple[Tab, Pa
 
 def assert_verdict(lab: Tab) -> None:
     """The run has finished, agrees with one device and with its plan, and its measured picture is shown."""
-    cards = lab.page.inner_text(".st-key-verdict")
-    assert "equal" in cards and "as planned" in cards and "6 steps" in cards
+    lab.page.wait_for_selector(".st-key-verdict >> text=6 steps")
+    cards = lab.settle().page.inner_text(".st-key-verdict")
+    assert "equal" in cards and "as planned" in cards
     chosen = lab.page.locator(".st-key-view [aria-checked=true], .st-key-view [kind=segmented_controlActive]")
     assert chosen.first.inner_text() == "Measured"
     assert lab.problems == []
@@ -148,7 +149,8 @@ def assert_verdict(lab: Tab) -> None:
 
 @pytest.mark.real
 def test_stop_ends_a_run_within_two_seconds_in_every_tab(tab: NewTab, server: tuple[str, int, Path]):
-    lab = tab().open("?mode=ddp&devices=2&model=mlp&steps=100000")
+    # Each step sleeps a while: two workers at full speed leave no core for two browser tabs.
+    lab = tab().open("?mode=ddp&devices=2&model=mlp&steps=10000&fault=slow@0:0:0.1")
     lab.click("run")
     folder = server[2] / run_id(lab)
     lab.page.wait_for_selector(".st-key-live >> text=/Step [1-9]/")

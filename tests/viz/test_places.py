@@ -1,0 +1,112 @@
+"""Where devices stand: in order, apart from each other, with their layers in them."""
+
+import math
+
+import pytest
+
+from engine import modes
+from engine.plan import Mesh, Op, Plan, Program
+from tests.viz.examples import TWO, predicted
+from viz.figures.moving import moving_picture
+from viz.figures.picture import picture_info
+from viz.figures.places import GAP, MARGIN, MAX_BOXES, OUTSIDE, places, segment
+from viz.locales import text
+
+EN = text("en")
+
+
+def test_pipeline_stages_stand_left_to_right_in_one_row():
+    plan, layers, _ = predicted("pipeline", 4)
+    where = places(plan, [layer.name for layer in layers])
+    assert [box.centre[0] for box in where.boxes] == [125, 375, 625, 875]
+    assert len({box.y0 for box in where.boxes}) == 1
+    assert where.links == ((0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2))
+
+
+@pytest.mark.parametrize("devices", [3, 4, 5, 6, 8, 12, 16])
+def test_replicas_stand_in_a_ring_so_that_neighbours_are_side_by_side(devices):
+    plan, _, _ = predicted("ddp", devices)
+    where = places(plan, ["a"])
+    assert where.links == tuple(sorted((i, (i + 1) % devices) for i in range(devices)))
+    column = 1000 / math.ceil((devices + 1) / 2) if devices % 2 else 2000 / devices
+    for a, b in where.links:
+        (ax, ay), (bx, by) = where.boxes[a].centre, where.boxes[b].centre
+        assert abs(ax - bx) <= column + 1e-6
+        assert abs(ay - by) <= where.boxes[0].y1 - where.boxes[0].y0 + GAP
+
+
+def test_the_device_that_all_goes_through_stands_above_the_others():
+    plan, _, _ = predicted("data_parallel", 4)
+    where = places(plan, ["a"])
+    assert where.boxes[0].y0 > where.boxes[1].y1
+    assert len({box.y0 for box in where.boxes[1:]}) == 1
+    assert where.boxes[0].centre[0] == where.boxes[2].centre[0]
+    assert where.links == ((0, 1), (0, 2), (0, 3), (1, 0), (2, 0), (3, 0))
+
+
+def test_stages_in_columns_and_their_replicas_in_rows():
+    op = Op(kind="forward", stage=0)
+    plan = Plan(Mesh(("pp", "dp"), (2, 2)), (Program((op,)),), (0,) * 4)
+    corners = [box.centre for box in places(plan, ["a"]).boxes]
+    assert corners[0][0] == corners[1][0] < corners[2][0] == corners[3][0]
+    assert corners[0][1] == corners[2][1] > corners[1][1] == corners[3][1]
+
+
+@pytest.mark.parametrize(
+    ("mode", "devices"), [(m, n) for m in modes.MODES for n in range(1, 17) if m != "single" or n == 1]
+)
+def test_boxes_lie_apart_and_on_the_stage(mode, devices):
+    settings = {"model": "mlp", "layers": 16, "microbatches": 32} if mode == "pipeline" else {}
+    settings |= {"model": "mlp", "layers": 16} if mode == "layer_split" else {}
+    if mode in ("ddp", "data_parallel"):
+        settings["global_batch"] = devices * 4
+    plan, layers, _ = predicted(mode, devices, **settings)
+    where = places(plan, [layer.name for layer in layers])
+    for i, a in enumerate(where.boxes):
+        assert 0 <= a.x0 < a.x1 <= 1000
+        assert MARGIN <= a.y0 < a.y1 <= where.height - MARGIN + 1e-6
+        assert all(a.x0 <= c.x0 < c.x1 <= a.x1 and a.y0 <= c.y0 < c.y1 <= a.y1 for c in a.cells)
+        for b in where.boxes[i + 1 :]:
+            assert a.x1 < b.x0 or b.x1 < a.x0 or a.y1 < b.y0 or b.y1 < a.y0
+
+
+def test_of_many_devices_the_first_are_drawn_and_the_rest_counted():
+    plan, layers, timeline = predicted("ddp", 60)
+    info = picture_info(plan, layers, timeline)
+    assert [box.rank for box in info.places.boxes] == list(range(MAX_BOXES))
+    assert (info.places.hidden, info.total) == (44, 60)
+    assert {bar.span.rank for bar in info.rows.bars} == set(range(MAX_BOXES))
+    assert moving_picture(info, EN)["caption"] == "The first 16 of 60 devices are drawn."
+
+
+def test_a_device_shows_which_layers_it_holds():
+    plan, layers, _ = predicted("pipeline", 2, split=(3, 1))
+    where = places(plan, [layer.name for layer in layers])
+    assert [cell.held for cell in where.boxes[0].cells] == [True, True, True, False]
+    assert [cell.held for cell in where.boxes[1].cells] == [False, False, False, True]
+    assert [cell.name for cell in where.boxes[0].cells] == ["conv1", "conv2", "fc1", "fc2"]
+    assert [box.stages for box in where.boxes] == [(0,), (1,)]
+
+
+def test_a_hundred_layers_share_cells_without_losing_one():
+    plan = Plan(Mesh(("dp",), (1,)), (Program((), (99,)),), (0,))
+    cells = places(plan, [f"l{i}" for i in range(100)]).boxes[0].cells
+    assert [c.layers[0] for c in cells[1:]] == [c.layers[1] for c in cells[:-1]]
+    assert (cells[0].layers[0], cells[-1].layers[1]) == (0, 100)
+    assert [c.held for c in cells] == [False] * (len(cells) - 1) + [True]
+
+
+def test_memory_is_what_the_plan_keeps_unless_it_is_given():
+    assert [box.memory for box in places(TWO, []).boxes] == [30, 60]
+    assert [box.memory for box in places(TWO, [], [5, 7]).boxes] == [5, 7]
+
+
+def test_a_link_runs_from_border_to_border_and_each_direction_has_its_side():
+    plan, _, _ = predicted("layer_split", 2)
+    where = places(plan, ["a"])
+    left, right = where.boxes
+    x0, y0, x1, y1 = segment(where, 0, 1)
+    assert (x0, x1) == (left.x1, right.x0)
+    assert y0 == y1 > left.centre[1]
+    assert segment(where, 1, 0)[1] < left.centre[1]
+    assert segment(where, OUTSIDE, 0)[3] == left.y1
