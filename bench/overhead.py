@@ -1,6 +1,6 @@
 """The same training with recording on and off, in turn -> the ratio of their median step times.
 
-    python bench/overhead.py            # a gpt with steps of about 100 ms on 2 ranks
+    python -m bench.overhead            # a gpt with steps of about 100 ms on 2 ranks
 
 Runs alternate, so that whatever else the machine does falls on both alike. Prints one JSON object.
 """

@@ -130,7 +130,8 @@ def _covered(start: np.ndarray, furthest: np.ndarray) -> float:
 
 
 def _checked(timeline: Timeline, since: int) -> Timeline:
-    """The steps from `since` on. ValueError for a span that ends before it starts, or at no time."""
+    """The steps from `since` on, in turn. ValueError for a span that ends before it starts, or at no time."""
+    timeline = timeline.in_turn()
     if (timeline["step"] < since).any():
         timeline = timeline.where(timeline["step"] >= since)
     good = np.isfinite(timeline["start"]) & np.isfinite(timeline["end"]) & (timeline["end"] >= timeline["start"])

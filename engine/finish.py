@@ -35,7 +35,7 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
     timeline.save(folder / "timeline.parquet")
     steady = range(min(FIRST_STEADY_STEP, max(done - 1, 0)), done)
     step_time = median([_step_seconds(steps, s) for s in steady]) if done else None
-    spans_of = timeline.where((timeline["step"] >= steady.start) & (timeline["step"] < done))
+    whole = timeline.where(timeline["step"] < done)
     validation = folder / "validation.json"
     result = {
         "run_id": folder.name,
@@ -54,8 +54,10 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
         "parity": _parity(folder, job, state, done),
         "conformance": conformance,
         "peak_memory": _peak_memory(job, steps),
-        "bubble_fraction": bubble_fraction(spans_of) if len(spans_of) else None,
-        "exposed_communication_fraction": exposed_communication_fraction(spans_of) if len(spans_of) else None,
+        "bubble_fraction": bubble_fraction(whole, since=steady.start) if len(whole) else None,
+        "exposed_communication_fraction": (
+            exposed_communication_fraction(whole, since=steady.start) if len(whole) else None
+        ),
         "wall_time": _wall_seconds(folder, steps),
         "error": error,
         "spec": job.spec.to_dict(),
@@ -128,8 +130,11 @@ def _parity(folder: Path, job: Job, state: str, done: int) -> dict[str, Any]:
 
 
 def _step_seconds(steps: list[list[dict]], step: int) -> float:
-    """From the first rank's start of a step to the last rank's end."""
-    return max(rows[step]["end"] for rows in steps) - min(rows[step]["start"] for rows in steps)
+    """From the first rank's start of a step, or if that is later the last rank's end of the one before, to its end."""
+    begin = min(rows[step]["start"] for rows in steps)
+    if step:
+        begin = max(begin, max(rows[step - 1]["end"] for rows in steps))
+    return max(rows[step]["end"] for rows in steps) - begin
 
 
 def _mean(losses: Iterable[float | None]) -> float | None:

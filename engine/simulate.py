@@ -48,7 +48,11 @@ class Simulation:
 def simulate(plan: Plan, machine: Machine) -> Simulation:
     graph = match(plan)
     plan = graph.plan
-    start, end = schedule(graph, durations(graph, machine))
+    seconds = durations(graph, machine)
+    start, end = schedule(graph, seconds)
+    if machine.cores:
+        crowd = crowding(graph, seconds, float(end.max(initial=0.0)), machine)
+        start, end = start * crowd, end * crowd
     peaks = [peaks_of(Ops.of(program.ops), sum(program.memory.values())) for program in plan.programs]
     return Simulation(
         plan,
@@ -58,6 +62,19 @@ def simulate(plan: Plan, machine: Machine) -> Simulation:
         [held for held, _ in peaks],
         [in_flight for _, in_flight in peaks],
     )
+
+
+def crowding(graph: Graph, seconds: np.ndarray, makespan: float, machine: Machine) -> float:
+    """How many times slower ranks get that share cores: 1 while there are enough for all that work at once.
+
+    On average over the step, busy / makespan ranks want to compute, each with its threads. Everything slows down
+    alike, messages too, which are memory copies there.
+    """
+    ranks = np.bincount(graph.plan.roles, minlength=len(graph.plan.programs))
+    compute = np.array([op.is_compute for op in graph.templates])[graph.which]
+    busy = float((seconds * compute * np.repeat(ranks, np.diff(graph.first))).sum())
+    threads = machine.threads(graph.plan.world_size)
+    return max(1.0, busy / makespan * threads / machine.cores) if makespan else 1.0
 
 
 def durations(graph: Graph, machine: Machine) -> np.ndarray:

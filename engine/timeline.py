@@ -81,13 +81,38 @@ class Timeline:
         return Timeline({k: v[mask] for k, v in self.columns.items()}, self.source, self.world_size, self.memory)
 
     def step(self, step: int) -> Timeline:
-        """One step alone, shifted so that it starts at 0."""
-        part = self.where(self["step"] == step)
+        """One step alone, in turn (see `in_turn`), shifted so that it starts at 0."""
+        near = self.where((self["step"] == step) | (self["step"] == step - 1)).in_turn()
+        part = near.where(near["step"] == step)
         if not len(part):
             return part
         first = part["start"].min()
         columns = dict(part.columns) | {name: part[name] - first for name in _REAL}
         return Timeline(columns, self.source, self.world_size)
+
+    def in_turn(self) -> Timeline:
+        """The same with steps that do not overlap: one begins when the one before has ended on every rank.
+
+        A rank that is done early loads its next batch while others still compute. That is no part of the next step's
+        time, so what lies before its begin is cut off; what lies there whole keeps its place with no length.
+        """
+        steps, index = np.unique(self["step"], return_inverse=True)
+        if len(steps) < 2:
+            return self
+        ended = np.full(len(steps), -np.inf)
+        np.maximum.at(ended, index, self["end"])
+        before = np.where(np.diff(steps, prepend=steps[0] - 2) == 1, np.roll(ended, 1), -np.inf)[index]
+        columns = dict(self.columns) | {name: np.maximum(self[name], before) for name in _REAL}
+        return Timeline(columns, self.source, self.world_size, self.memory)
+
+    def step_seconds(self) -> dict[int, float]:
+        """How long each step took, in turn."""
+        timeline = self.in_turn()
+        steps, index = np.unique(timeline["step"], return_inverse=True)
+        first, last = np.full(len(steps), np.inf), np.full(len(steps), -np.inf)
+        np.minimum.at(first, index, timeline["start"])
+        np.maximum.at(last, index, timeline["end"])
+        return dict(zip(steps.tolist(), (last - first).tolist(), strict=True))
 
     @property
     def steps(self) -> list[int]:

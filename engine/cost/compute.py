@@ -12,14 +12,12 @@ UNIT_SECONDS = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backwar
 
 
 def compute_seconds(ops: tuple[Op, ...], machine: Machine, ranks: int) -> list[float]:
-    """Seconds of each op of one program; communication ops get 0. `ranks` processes share `machine.cores`."""
+    """Seconds of each op of one program on a device of its own, or on its threads' cores; communication ops get 0."""
     if machine.unit:
         return _unit_seconds(ops)
-    slowdown = max(1.0, ranks / machine.cores) if machine.cores else 1.0
+    flop_rate = machine.flop_rate * machine.threads(ranks)
     return [
-        (machine.op_overhead + max(op.flops / machine.flop_rate, op.bytes / machine.memory_rate)) * slowdown
-        if op.is_compute
-        else 0.0
+        machine.op_overhead + max(op.flops / flop_rate, op.bytes / machine.memory_rate) if op.is_compute else 0.0
         for op in ops
     ]
 

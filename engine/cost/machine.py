@@ -27,6 +27,10 @@ class Machine:
     cores: int = 0
     unit: bool = False
 
+    def threads(self, ranks: int) -> int:
+        """Cores that each of `ranks` ranks computes on when they are shared out; 1 where there are not enough."""
+        return max(1, self.cores // ranks)
+
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
@@ -46,14 +50,14 @@ def _catalogue() -> dict[str, Machine]:
         link_rate=math.inf,
         unit=True,
     )
-    # One core of a small cloud machine and gloo over loopback, measured by bench/local_rates.py.
+    # A core of a small cloud machine, and gloo over loopback, as bench/local_rates.py measured them.
     local = Machine(
         name="local",
-        flop_rate=40e9,
-        memory_rate=6e9,
+        flop_rate=19e9,  # the mean of the three models' whole layers
+        memory_rate=14e9,
         op_overhead=60e-6,
-        link_latency=120e-6,
-        link_rate=1.5e9,
+        link_latency=2e-3,
+        link_rate=2.2e9,
         cores=os.cpu_count() or 1,
     )
     # NVIDIA A100 and H100 SXM data sheets: TF32 peak 156 and 495 TFLOP/s, of which a good matmul reaches about 60 %

@@ -345,8 +345,6 @@ def main() -> None:
     options = parser.parse_args()
     # Ctrl-C is for the program in front; it closes our standard input when it ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # numpy's BLAS would start threads when imported.
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     for module in () if options.no_preload else PRELOAD:
         importlib.import_module(module)
     if not options.no_preload:

@@ -1,9 +1,15 @@
-"""GPipe (Huang et al. 2019, arXiv:1811.06965): every forward, then every backward. M activations in flight."""
+"""GPipe (Huang et al. 2019, arXiv:1811.06965): every forward, then every backward. M activations in flight.
+
+One stage a rank, any number of microbatches. Idle (P-1)(F+B) on every rank.
+"""
 
 from engine.schedules import Action
 
 
-def order(num_stages: int, num_microbatches: int) -> list[list[Action]]:
-    forward = [Action("forward", m) for m in range(num_microbatches)]
-    backward = [Action("backward", m) for m in range(num_microbatches)]
-    return [forward + backward for _ in range(num_stages)]
+def order(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> list[list[Action]]:
+    kinds = ("forward", "backward")
+    return [[Action(kind, rank, m) for kind in kinds for m in range(num_microbatches)] for rank in range(num_ranks)]
+
+
+def broken_rule(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> None:
+    return None

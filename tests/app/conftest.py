@@ -170,13 +170,15 @@ class Tab:
             self.problems.append(f"request to {request.url}")
 
     def open(self, query: str = "") -> Tab:
+        """Wait until the page's script has run; its picture may still be on the way."""
         self.page.goto(f"{self.address}/{query}")
-        return self.settle()
+        self.page.wait_for_selector("[data-testid=stApp][data-test-script-state=notRunning]")
+        return self
 
     def settle(self) -> Tab:
-        """Wait until the page's script has run and its picture is drawn."""
-        self.page.wait_for_selector("[data-testid=stApp][data-test-script-state=notRunning]")
+        """Wait until the picture is drawn, too."""
         self.page.wait_for_selector(".lockstep-player .ls-title")
+        self.page.wait_for_selector("[data-testid=stApp][data-test-script-state=notRunning]")
         return self
 
     def click(self, key: str) -> None:

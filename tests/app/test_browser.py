@@ -30,7 +30,7 @@ def wait_for_end(folder: Path, seconds: float = 60) -> None:
 
 
 def test_the_first_paint_has_the_picture_above_the_fold_and_asks_nobody_else(tab: NewTab):
-    lab = tab().open()
+    lab = tab().open().settle()
     box = lab.page.locator(".ls-stage").bounding_box()
     assert 0 < box["y"] < 450  # of 900 pixels
     assert lab.page.locator(".ls-title").all_text_contents() == ["rank 0", "rank 1"]
@@ -38,7 +38,7 @@ def test_the_first_paint_has_the_picture_above_the_fold_and_asks_nobody_else(tab
 
 
 def test_play_moves_the_packets(tab: NewTab):
-    lab = tab().open("?mode=pipeline&devices=4&machine=unit")
+    lab = tab().open("?mode=pipeline&devices=4&machine=unit").settle()
     packets = lambda: [p.get_attribute("transform") for p in lab.page.locator(".ls-packet:visible").all()]  # noqa: E731
     at = lambda: float(lab.page.get_attribute(".lockstep-player", "data-time"))  # noqa: E731
     assert at() == 0.0
@@ -54,7 +54,7 @@ def test_play_moves_the_packets(tab: NewTab):
 
 
 def test_a_changed_setting_changes_picture_and_link_at_once(tab: NewTab):
-    lab = tab().open("?machine=unit")
+    lab = tab().open("?machine=unit").settle()
     lab.page.fill(".st-key-set-devices input", "4")
     lab.page.keyboard.press("Enter")
     lab.page.wait_for_function("() => document.querySelectorAll('.ls-title').length === 4")
@@ -68,8 +68,8 @@ def test_the_chinese_switch_keeps_the_page(tab: NewTab):
     lab = tab().open("?mode=pipeline&devices=4")
     lab.page.click(".st-key-language >> text=中文")
     lab.page.wait_for_selector(".st-key-run >> text=真实运行")
-    lab.settle()
-    assert "流水线并行" in lab.text() and "微批次" in lab.text()
+    lab.page.wait_for_selector(".st-key-lesson >> text=微批次")
+    assert "流水线并行" in lab.text()
     assert "lang=zh" in lab.page.url and "devices=4" in lab.page.url
     assert lab.problems == []
 
@@ -159,7 +159,9 @@ def test_stop_ends_a_run_within_two_seconds_in_every_tab(tab: NewTab, server: tu
     workers = archive.read_status(folder)["worker_pids"]
     assert len(workers) == 2
     lab.click("stop")
+    clicked = time.monotonic()
     while not (folder / "stop").exists():
+        assert time.monotonic() - clicked < 10.0
         time.sleep(0.01)
     asked = time.monotonic()
     while any(archive.process_start(pid) is not None for pid in workers):

@@ -245,6 +245,17 @@ def test_a_setting_changed_during_a_run_leaves_the_run_alone(lab: Lab, started: 
     assert not (started[0] / "stop").exists()
 
 
+def test_another_visitor_sees_that_a_run_is_going_on_and_finds_it(lab: Lab, record: Callable[..., Path]):
+    record(Spec())
+    assert "Another run is going on" not in words(lab())
+    going_on = record(Spec(devices=4), state="running")
+    app = lab()
+    assert "Another run is going on" in words(app)
+    app.button(key="show-run").click().run()
+    assert query(app) == {"devices": "4", "run": going_on.name}
+    assert app.button(key="stop").label == "Stop"
+
+
 def test_stop_asks_the_run_to_end(lab: Lab, started: list[Path]):
     app = lab()
     app.button(key="run").click().run()

@@ -107,9 +107,10 @@ def test_random_spans_are_shared_out_as_on_a_ruler_marked_in_units():
     for _ in range(60):
         rows = []
         for _ in range(draw.randint(1, 30)):
-            start = draw.randint(0, 20)
+            step = draw.randrange(2)
+            start = draw.randint(0, 20) + 100 * step
             kind = draw.choice(("forward", "optimizer", "all_reduce", "send"))
-            rows.append((draw.randrange(3), kind, draw.randrange(2), float(start), float(start + draw.randint(0, 6))))
+            rows.append((draw.randrange(3), kind, step, float(start), float(start + draw.randint(0, 6))))
         timeline = timeline_of(*rows, world_size=3)
         for step in shares(timeline):
             mine = [row for row in rows if row[2] == step.step]

@@ -101,7 +101,8 @@ def test_a_handle_is_not_opened_outside_the_runs_folder(runs_dir, run_id, code):
 
 
 def test_a_spec_that_cannot_run_here_starts_nothing(runs_dir):
+    before = default_launcher()._process
     with pytest.raises(SpecError) as caught:
         start(Spec(mode="ddp", devices=128, model="mlp", global_batch=128), runs_dir)
     assert caught.value.code == "cannot_run_here"
-    assert os.listdir(runs_dir) == [] and default_launcher()._process is None
+    assert os.listdir(runs_dir) == [] and default_launcher()._process is before

@@ -29,7 +29,7 @@ def pipeline(name: str, num_stages: int, num_microbatches: int, *, backward: int
     programs = []
     for stage, actions in enumerate(schedules.order(name, num_stages, num_microbatches)):
         ops = []
-        for kind, m in actions:
+        for kind, _, m, _ in actions:
             step, flops, saved = (1, 1, 5) if kind == "forward" else (-1, backward, 0)
             place = {"stage": stage, "microbatch": m, "axis": "pp"}
             if 0 <= stage - step < num_stages:
@@ -349,3 +349,24 @@ def test_a_span_ends_when_the_next_one_starts_where_nothing_waits():
     ops = tuple(Op(kind="forward", stage=0, microbatch=0, part=str(i), flops=1) for i in range(1000))
     timeline = simulate(Plan(Mesh(), (Program(ops),), (0,)), replace(PLAIN, flop_rate=3e9)).timeline
     assert (timeline["end"][:-1] == timeline["start"][1:]).all()
+
+
+# Ranks that share cores
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores", "seconds"),
+    [(1, 2, 1.5), (2, 2, 3.0), (4, 2, 6.0), (8, 2, 12.0)],  # one rank has both cores, eight share them
+)
+def test_ranks_share_the_cores(ranks, cores, seconds):
+    text = f"mesh dp={ranks}\nrole 0: ranks 0-{ranks - 1}\nforward flops=1\nbackward flops=2"
+    assert simulate(parse_plan(text), replace(PLAIN, cores=cores)).makespan == pytest.approx(seconds)
+
+
+def test_ranks_that_wait_for_each_other_need_one_core():
+    """Four ranks in a row, one at a time: two cores are enough, and so is one."""
+    text = "mesh pp=4\nrole 0: ranks 0\nforward flops=1\nsend pp>1 bytes=0 async\n"
+    text += "role 1: ranks 1\nrecv pp<0 bytes=0\nforward flops=1\nsend pp>2 bytes=0 async\n"
+    text += "role 2: ranks 2\nrecv pp<1 bytes=0\nforward flops=1\nsend pp>3 bytes=0 async\n"
+    text += "role 3: ranks 3\nrecv pp<2 bytes=0\nforward flops=1"
+    assert simulate(parse_plan(text), replace(PLAIN, cores=1)).makespan == pytest.approx(4)

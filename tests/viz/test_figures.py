@@ -127,7 +127,8 @@ def test_an_unknown_view_is_refused():
 
 
 def test_the_typical_step_is_the_median_of_those_after_the_warm_up():
-    spans = [compute("forward", 0, 0.0, length, step=step) for step, length in enumerate((9.0, 9.0, 3.0, 1.0, 2.0))]
+    lengths = enumerate((9.0, 9.0, 3.0, 1.0, 2.0))
+    spans = [compute("forward", 0, 10.0 * step, 10.0 * step + length, step=step) for step, length in lengths]
     assert typical_step(Timeline.of(spans, "measured", 1)) == 4
     assert typical_step(Timeline.of(spans[:1], "measured", 1)) == 0
 

@@ -108,9 +108,9 @@ def _apart(times: Iterable[float], end: float) -> tuple[float, ...]:
 
 def typical_step(timeline: Timeline) -> int:
     """Of the steps after the warm-up, one whose duration is the median: neither luck nor mishap."""
-    steady = [step for step in timeline.steps if step >= FIRST_STEADY_STEP] or timeline.steps
-    lengths = {step: timeline.step(step).makespan for step in steady}
-    middle = statistics.median(lengths.values())
+    lengths = timeline.step_seconds()
+    steady = [step for step in lengths if step >= FIRST_STEADY_STEP] or list(lengths)
+    middle = statistics.median(lengths[step] for step in steady)
     return min(steady, key=lambda step: (abs(lengths[step] - middle), step))
 
 

@@ -26,6 +26,11 @@ class Catalogue:
     def __call__(self, key: str, **values: Any) -> str:
         return self.entries[key].format_map(values)
 
+    def name(self, setting: str, value: str) -> str:
+        """What a choice is called; a machine that somebody calibrated has no other name than its own."""
+        key = f"{setting}.{value}"
+        return self(key) if key in self else value
+
     def __contains__(self, key: str) -> bool:
         return key in self.entries
 

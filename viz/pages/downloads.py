@@ -11,16 +11,18 @@ from typing import Any
 import streamlit as st
 
 from engine.export import to_csv, to_perfetto
+from engine.spec import Spec
 from engine.timeline import Timeline
 from viz import player
 from viz.locales import Catalogue
 
 
-def show_downloads(name: str, timeline: Timeline, payload: Mapping[str, Any], text: Catalogue) -> None:
+def show_downloads(name: str, spec: Spec, timeline: Timeline, payload: Mapping[str, Any], text: Catalogue) -> None:
     """`name` begins the files' names; `payload` is that of the picture on the page."""
+    title = text("player.page_title", mode=text(f"mode.{spec.mode}"), devices=spec.devices)
     files = {
         "trace": (lambda: to_perfetto(timeline), ".trace.json", "application/json", ":material/timeline:"),
-        "page": (lambda: player.page(payload), ".html", "text/html", ":material/movie:"),
+        "page": (lambda: player.page(payload, title, text.language), ".html", "text/html", ":material/movie:"),
         "table": (lambda: to_csv(timeline), ".csv", "text/csv", ":material/table:"),
     }
     with st.container(horizontal=True, gap="small", key="downloads"):

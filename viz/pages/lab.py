@@ -14,6 +14,7 @@ from engine.spec import Spec, SpecError
 from viz import locales
 from viz.locales import Catalogue
 from viz.locales.engine import explain, lesson
+from viz.pages.charts import show_charts
 from viz.pages.lesson import show_lesson
 from viz.pages.live import open_run, show_live, start_run, state_badge, stop_run
 from viz.pages.numbers import show_numbers
@@ -51,6 +52,7 @@ def show(runs_dir: Path) -> None:
     if wrong_run is not None:
         _show_wrong_run(wrong_run, text)
     if run is None:
+        _show_other_run(runs_dir, text)
         show_numbers(shown, text)
         show_picture(shown, None, text, _name(shown))
     else:
@@ -131,6 +133,19 @@ def _show_wrong_run(wrong: SpecError, text: Catalogue) -> None:
         st.button(text("lab.wrong_run.clear"), key="clear", on_click=act(_clear))
 
 
+def _show_other_run(runs_dir: Path, text: Catalogue) -> None:
+    """That somebody else's run is going on here, and the way to it."""
+    going_on = [status["run_id"] for status in archive.list_runs(runs_dir) if status["state"] not in archive.FINAL]
+    if going_on:
+        with st.container(horizontal=True, vertical_alignment="center", key="other-run"):
+            st.caption(text("lab.other_run", run=going_on[0]))
+            st.button(text("lab.show_run"), key="show-run", on_click=act(_watch, going_on[0]))
+
+
+def _watch(asked: Asked, run_id: str) -> None:
+    asked.run, asked.bare = run_id, True
+
+
 def _show_run(asked: Asked, shown: Shown, run: Opened, text: Catalogue) -> None:
     """The run in the URL: live while it goes on, then what it came to."""
     status = archive.read_status(run.run_dir)
@@ -172,6 +187,8 @@ def _show_run(asked: Asked, shown: Shown, run: Opened, text: Catalogue) -> None:
     if same and measured is None:
         st.caption(text("picture.unrecorded"))
     show_picture(shown, measured, text, run.handle.run_id if same else _name(shown))
+    if result is not None:
+        show_charts(result, shown, measured, text)
 
 
 def _name(shown: Shown) -> str:

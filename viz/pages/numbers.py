@@ -20,7 +20,7 @@ def percent(share: float | None) -> str:
 def show_numbers(shown: Shown, text: Catalogue) -> None:
     """One predicted step, in five numbers."""
     summary = shown.summary
-    machine = text(f"machine.{summary['machine']}")
+    machine = text.name("machine", summary["machine"])
     over_ideal = percent(summary["bubble_over_ideal"])
     cells = {
         "step_time": (duration(summary["step_time"]), {"machine": machine}),

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import streamlit as st
 
-from engine.modes import FIRST_STEADY_STEP
 from engine.timeline import Timeline
 from viz import player
 from viz.figures.moving import moving_picture
-from viz.figures.picture import picture_info
+from viz.figures.picture import picture_info, typical_step
 from viz.locales import Catalogue
 from viz.pages.downloads import show_downloads
 from viz.pages.prediction import Shown
@@ -35,27 +33,20 @@ def measured_timeline(run_dir: Path) -> Timeline | None:
     return timeline if len(timeline) else None
 
 
-def typical_step(timeline: Timeline) -> int:
-    """Of the steps after the warm-up, one with the median duration; so what is shown is neither luck nor mishap."""
-    spans = {step: timeline.step(step).makespan for step in timeline.steps}
-    steady = {step: span for step, span in spans.items() if step >= FIRST_STEADY_STEP} or spans
-    middle = median(steady.values())
-    return min(steady, key=lambda step: (abs(steady[step] - middle), step))
-
-
 def show_picture(shown: Shown, measured: Timeline | None, text: Catalogue, name: str) -> None:
     """The moving picture and its files; with a measured run, the switch between it and the prediction, and the step.
 
     `name` is the run's id, or begins the files' names where there is none.
     """
+    spec, timeline = shown.prediction.job.spec, shown.prediction.timeline
     view, step = "predicted", None
     if measured is not None:
         view, step = _show_switch(measured, name, text)
     part = None if measured is None or view == "predicted" else measured.step(step)
-    settings = tuple(shown.prediction.job.spec.to_params().items())
+    settings = tuple(spec.to_params().items())
     payload = _payload((settings, name, step, view, text.language), shown, part, text)
     player.show(payload, key="picture")
-    show_downloads(name, shown.prediction.timeline if part is None else measured, payload, text)
+    show_downloads(name, spec, timeline if part is None else measured, payload, text)
 
 
 def _show_switch(measured: Timeline, name: str, text: Catalogue) -> tuple[str, int]:

@@ -88,7 +88,7 @@ def _when(status: Mapping[str, Any]) -> str:
 
 def _model(run_dir: Path, text: Catalogue) -> str:
     try:
-        return text(f"model.{archive.read_spec(run_dir).model}")
+        return text.name("model", archive.read_spec(run_dir).model)
     except SpecError:
         return "-"
 

@@ -10,6 +10,7 @@ from engine import modes
 from engine.cost.machine import MACHINES
 from engine.job import MODEL_DATASETS, Job, applies
 from engine.spec import MODELS, MODES, SpecError, parse_text, type_of
+from viz import locales
 from viz.locales import LANGUAGES, Catalogue
 from viz.locales.engine import explain, help_of, lesson
 from viz.pages.state import FIELDS, Asked, act, param, write
@@ -42,7 +43,7 @@ def show_language(asked: Asked) -> None:
     key = "language"
     st.session_state[key] = asked.language if asked.language in LANGUAGES else None
     st.segmented_control(
-        "Language · 语言",
+        locales.text(asked.language)("settings.language"),
         list(LANGUAGES),
         format_func=LANGUAGES.get,
         key=key,
@@ -131,7 +132,7 @@ def _show_choice(name: str, asked: Asked, job: Job, text: Catalogue) -> None:
     st.selectbox(
         text(f"setting.{name}"),
         choices,
-        format_func=lambda value: text(f"{name}.{value}"),
+        format_func=lambda value: text.name(name, value),
         key=key,
         help=help_of(text.language, name),
         placeholder=str(wanted),

@@ -96,7 +96,7 @@ def describe_difference(difference: Mapping[str, Any], text: Catalogue) -> str:
 def _step_time(result: Mapping[str, Any], text: Catalogue) -> None:
     measured, predicted = result["step_time"], result["predicted_step_time"]
     machine = result["spec"]["machine"]
-    detail = text("steptime.detail", predicted=duration(predicted), machine=text(f"machine.{machine}"))
+    detail = text("steptime.detail", predicted=duration(predicted), machine=text.name("machine", machine))
     verdict = ""
     # Another machine's step time says nothing about this one's.
     if measured and machine == "local":

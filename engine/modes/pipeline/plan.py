@@ -39,7 +39,8 @@ def _ops(job: Job, stage: int, order: list[schedules.Action]) -> Ops:
         ),
     }
     load = [chain.load(job.sample_bytes, job.spec.global_batch)] if is_first or is_last else []
-    return unroll(passes, order, before=load, after=[chain.optimizer(stages[stage], job.spec)])
+    calls = [(action.kind, action.microbatch) for action in order]
+    return unroll(passes, calls, before=load, after=[chain.optimizer(stages[stage], job.spec)])
 
 
 def _message(kind: str, payload: str, stage: int, peer: int, size: int) -> Op:

@@ -1,0 +1,50 @@
+"""A run that has ended -> its loss curve, and its seconds by kind of op beside the predicted ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import streamlit as st
+
+from engine.modes import FIRST_STEADY_STEP
+from engine.timeline import Timeline
+from viz.figures.compare import compare_info, plot_compare
+from viz.figures.losses import losses_info, plot_losses
+from viz.locales import Catalogue
+from viz.pages.prediction import Shown
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+CONFIG = {"displayModeBar": False, "showSendToCloud": False, "displaylogo": False}
+
+
+def show_charts(result: Mapping[str, Any], shown: Shown, measured: Timeline | None, text: Catalogue) -> None:
+    """`measured` is of a run with the settings of `shown`, or None."""
+    key = (result["run_id"], text.language)
+    with st.container(key="charts"):
+        places = st.columns(1 if measured is None else 2, gap="large")
+        with places[0]:
+            _show(text("charts.losses"), _losses(key, result, text), "losses")
+        if measured is not None:
+            with places[1]:
+                _show(text("charts.compare"), _compare(key, shown, measured, text), "compare")
+
+
+def _show(title: str, figure: go.Figure, key: str) -> None:
+    st.markdown(f"##### {title}")
+    figure.update_layout(font_family=st.get_option("theme.font"))
+    # Its own colours, which are readable in the light and in the dark.
+    st.plotly_chart(figure, key=key, theme=None, config=CONFIG, alt=title)
+
+
+@st.cache_resource(max_entries=16, show_spinner=False)
+def _losses(key: tuple[str, str], _result: Mapping[str, Any], _text: Catalogue) -> go.Figure:
+    return plot_losses(losses_info(_result["losses"]), _text)
+
+
+@st.cache_resource(max_entries=16, show_spinner=False)
+def _compare(key: tuple[str, str], _shown: Shown, _measured: Timeline, _text: Catalogue) -> go.Figure:
+    steady = _measured.where(_measured["step"] >= FIRST_STEADY_STEP)
+    return plot_compare(compare_info(_shown.prediction.timeline, steady if len(steady) else _measured), _text)
