@@ -11,8 +11,10 @@ from engine.plan import Op
 from engine.shapes import FP32, Layer
 from engine.spec import Spec
 
-# Copies of the parameters that an optimizer keeps: plain SGD none, AdamW two moments (Kingma & Ba 2015).
-OPTIMIZER_COPIES = {"sgd": 0, "adamw": 2}
+# Copies of the parameters that an optimizer keeps: SGD its momentum, AdamW two moments (Kingma & Ba 2015).
+OPTIMIZER_COPIES = {"sgd": 1, "adamw": 2}
+# What it does with each parameter: decay, momentum and step; AdamW's two averages, root, quotient and step.
+OPTIMIZER_FLOPS = {"sgd": 4, "adamw": 12}
 
 
 def forward(layers: Sequence[Layer], samples: int, *, stage: int = 0, microbatch: int = 0) -> list[Op]:
@@ -65,7 +67,7 @@ def optimizer(layers: Sequence[Layer], spec: Spec) -> Op:
     """Reads parameters and gradients, writes parameters; and reads and writes each copy that the optimizer keeps."""
     size = sum(layer.param_bytes for layer in layers)
     copies = OPTIMIZER_COPIES[spec.optimizer]
-    return Op(kind="optimizer", bytes=size * (3 + 2 * copies), flops=size // FP32 * (2 + 8 * (copies > 0)))
+    return Op(kind="optimizer", bytes=size * (3 + 2 * copies), flops=size // FP32 * OPTIMIZER_FLOPS[spec.optimizer])
 
 
 def standing_memory(layers: Sequence[Layer], spec: Spec) -> dict[str, int]:

@@ -30,6 +30,7 @@ MODE_SETTINGS = {
 DATA_MODES = ("data_parallel", "ddp")  # split the batch over devices
 ONE_PROCESS_MODES = ("single", "data_parallel")
 STAGE_MODES = ("layer_split", "pipeline")  # split the layers over devices
+LEARNING_RATES = {"sgd": 0.05, "adamw": 0.002}
 DEFAULT_STEPS = 20
 
 
@@ -80,6 +81,8 @@ def prepare(spec: Spec) -> Job:
     _check_applies(spec)
     defaults = {k: v for k, v in MODEL_DEFAULTS[spec.model].items() if getattr(spec, k) is None}
     defaults |= {k: v for k, v in MODE_SETTINGS[spec.mode].items() if getattr(spec, k) is None and v is not None}
+    if spec.lr is None:
+        defaults["lr"] = LEARNING_RATES[spec.optimizer]
     if spec.dataset is None:
         defaults["dataset"] = MODEL_DATASETS[spec.model][0]
     spec = spec.with_(**defaults)

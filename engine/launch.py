@@ -24,10 +24,11 @@ from engine.job import Job, prepare_real
 from engine.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[1]
-# Both are read when numpy and torch are imported. numpy's BLAS starts no threads, so that the process can be forked.
+# Read when numpy and torch are imported. A process that forks has no threads, so numpy's BLAS must start none.
+FORKING = {"OPENBLAS_NUM_THREADS": "1"}
 # torch's threads sleep while they wait for each other: by default they spin, and where something else needs a core too
 # (a browser that shows the run), a step was seen to take ten times longer.
-THREADS = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
 POLL = 0.02  # seconds between looks at a run folder while somebody waits
 
 
@@ -111,7 +112,7 @@ class Launcher:
                 stdout=subprocess.PIPE,
                 # Its own session: Ctrl-C in the terminal reaches the program, which then ends the runs in order.
                 start_new_session=True,
-                env=THREADS | os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+                env=WAITING | os.environ | FORKING | {"PYTHONPATH": os.pathsep.join(paths)},
             )
         return self._process
 

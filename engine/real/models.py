@@ -170,5 +170,6 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def make_optimizer(job: Job, parameters) -> torch.optim.Optimizer:
-    kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
-    return kinds[job.spec.optimizer](parameters, lr=job.spec.lr)
+    if job.spec.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=job.spec.lr, momentum=0.9)
+    return torch.optim.AdamW(parameters, lr=job.spec.lr)

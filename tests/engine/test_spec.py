@@ -177,7 +177,7 @@ def test_sentences_read_as_a_person_would_say_them():
         str(refusal({"devices": "3"}))
         == "global-batch must be divisible by the number of devices (3); it is 64. Try: 63, 66."
     )
-    assert str(refusal({"lr": "nan"})) == "lr must be a finite number; it is nan. Try: 0.05."
+    assert str(refusal({"lr": "nan"})) == "lr must be a finite number; it is nan."
     assert str(refusal({"mode": "pipeline", "split": "1,1"})) == (
         "split must give each of the 2 stages at least one layer and add up to the model's 4 layers; it is [1, 1]. "
         "Try: 2,2."
@@ -250,7 +250,6 @@ def test_of_two_settings_that_do_not_apply_the_same_one_is_named_every_time():
         ("steps", False),
         ("lr", "0.1"),
         ("lr", True),
-        ("lr", None),
         ("record", 1),
         ("record", "true"),
         ("mode", 3),
