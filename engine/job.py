@@ -26,10 +26,13 @@ MODE_SETTINGS = {
     "ddp": {"bucket_mb": 25.0},
     "layer_split": {"split": None},
     "pipeline": {"microbatches": None, "schedule": "1f1b", "split": None},
+    "tensor": {},
+    "sequence": {},
 }
 DATA_MODES = ("data_parallel", "ddp")  # split the batch over devices
 ONE_PROCESS_MODES = ("single", "data_parallel")
 STAGE_MODES = ("layer_split", "pipeline")  # split the layers over devices
+TENSOR_MODES = ("tensor", "sequence")  # split each layer over devices
 LEARNING_RATES = {"sgd": 0.05, "adamw": 0.002}
 DEFAULT_STEPS = 20
 
@@ -135,10 +138,11 @@ def count_gpus() -> int:
 
 
 def _at_most(devices: int, spec: Spec) -> int:
-    """The largest number of devices up to `devices` that the batch can be shared over."""
-    if spec.mode not in DATA_MODES:
+    """The largest number of devices up to `devices` that the batch, or what is cut of the model, can be shared over."""
+    if spec.mode not in (*DATA_MODES, *TENSOR_MODES):
         return devices
-    return max(d for d in range(1, devices + 1) if spec.global_batch % d == 0)
+    shared = spec.global_batch if spec.mode in DATA_MODES else spec.devices  # what these can share, a divisor can
+    return max(d for d in range(1, devices + 1) if shared % d == 0)
 
 
 def nearest(good: list[int], value: int, count: int = 3) -> list[int]:
@@ -169,6 +173,8 @@ def _check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
         raise SpecError(
             "devices_of_mode", "devices", spec.devices, suggest=[1], mode="single", wanted="exactly 1 device"
         )
+    if spec.mode in TENSOR_MODES:
+        _check_shards(spec, layers)
     if spec.mode not in STAGE_MODES:
         return spec
     if spec.devices > len(layers):
@@ -184,6 +190,21 @@ def _check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
     if spec.mode == "pipeline":
         spec = _check_microbatches(spec)
     return spec
+
+
+def _check_shards(spec: Spec, layers: tuple[Layer, ...]) -> None:
+    """What is cut must be cut into equal parts: attention by heads, other layers by the features between a pair."""
+    if spec.mode == "sequence" and spec.model != "gpt":
+        raise SpecError("model_of_mode", "model", spec.model, suggest=["gpt"], mode=spec.mode)
+    features = next(layer.output[-1] for layer in layers if len(layer.output) == 1) if spec.model != "gpt" else 0
+    sizes = {"heads": spec.heads, "context": spec.context} if spec.model == "gpt" else {"features": features}
+    if spec.mode == "tensor":
+        sizes.pop("context", None)
+    shared = math.gcd(*sizes.values())
+    if shared % spec.devices:
+        good = nearest([d for d in range(1, shared + 1) if shared % d == 0], spec.devices, 8)
+        what = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise SpecError("devices_divide", "devices", spec.devices, suggest=good, model=spec.model, sizes=what)
 
 
 def _check_microbatches(spec: Spec) -> Spec:

@@ -138,7 +138,8 @@ def test_the_typical_step_is_the_median_of_those_after_the_warm_up():
 
 @pytest.mark.parametrize("view", ["predicted", "both"])
 @pytest.mark.parametrize(
-    ("mode", "devices"), [("single", 1), ("data_parallel", 4), ("ddp", 4), ("layer_split", 2), ("pipeline", 4)]
+    ("mode", "devices"),
+    [("single", 1), ("data_parallel", 4), ("ddp", 4), ("layer_split", 2), ("pipeline", 4), ("tensor", 4)],
 )
 def test_a_figure_has_at_most_ten_traces_and_plain_numbers(mode, devices, view):
     plan, layers, timeline = predicted(mode, devices)

@@ -58,6 +58,8 @@ def test_stages_in_columns_and_their_replicas_in_rows():
 def test_boxes_lie_apart_and_on_the_stage(mode, devices):
     settings = {"model": "mlp", "layers": 16, "microbatches": 32} if mode == "pipeline" else {}
     settings |= {"model": "mlp", "layers": 16} if mode == "layer_split" else {}
+    if mode in ("tensor", "sequence"):
+        settings = {"model": "gpt", "hidden": devices * 8, "heads": devices, "context": devices * 2}
     if mode in ("ddp", "data_parallel"):
         settings["global_batch"] = devices * 4
     plan, layers, _ = predicted(mode, devices, **settings)
