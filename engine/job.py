@@ -29,6 +29,7 @@ MODE_SETTINGS = {
     "tensor": {},
     "sequence": {},
 }
+MODE_MODELS = {"sequence": ("gpt",)}  # a mode that is not named takes every model
 DATA_MODES = ("data_parallel", "ddp")  # split the batch over devices
 ONE_PROCESS_MODES = ("single", "data_parallel")
 STAGE_MODES = ("layer_split", "pipeline")  # split the layers over devices
@@ -173,6 +174,9 @@ def _check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
         raise SpecError(
             "devices_of_mode", "devices", spec.devices, suggest=[1], mode="single", wanted="exactly 1 device"
         )
+    models = MODE_MODELS.get(spec.mode, (spec.model,))
+    if spec.model not in models:
+        raise SpecError("model_of_mode", "model", spec.model, suggest=models, mode=spec.mode)
     if spec.mode in TENSOR_MODES:
         _check_shards(spec, layers)
     if spec.mode not in STAGE_MODES:
@@ -194,8 +198,6 @@ def _check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
 
 def _check_shards(spec: Spec, layers: tuple[Layer, ...]) -> None:
     """What is cut must be cut into equal parts: attention by heads, other layers by the features between a pair."""
-    if spec.mode == "sequence" and spec.model != "gpt":
-        raise SpecError("model_of_mode", "model", spec.model, suggest=["gpt"], mode=spec.mode)
     features = next(layer.output[-1] for layer in layers if len(layer.output) == 1) if spec.model != "gpt" else 0
     sizes = {"heads": spec.heads, "context": spec.context} if spec.model == "gpt" else {"features": features}
     if spec.mode == "tensor":

@@ -54,7 +54,7 @@ RULES = {
     "exclusive": "Give {setting} or {other}, not both; {setting} is {value}.",
     "does_not_apply": "{setting} does not apply to {to}; it is {value}. Leave it out.",
     "devices_of_mode": "The mode {mode} runs on {wanted}; devices is {value}.",
-    "model_of_mode": "The mode {mode} cuts sequences, and the model {value} has none.",
+    "model_of_mode": "The mode {mode} cannot cut the model {value}.",
     "devices_divide": "Each device gets an equal part of what is cut of the model {model} ({sizes}), so devices must "
     "divide it; devices is {value}.",
     "batch_by_devices": "global-batch must be divisible by the number of devices ({devices}); it is {value}.",

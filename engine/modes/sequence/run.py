@@ -1,4 +1,4 @@
-"""A job under torch's parallelize_module with SequenceParallel norms: outside pairs, ranks have parts of the context."""
+"""A job under torch's parallelize_module with SequenceParallel norms: outside pairs a rank has part of the context."""
 
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
