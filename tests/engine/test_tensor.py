@@ -138,6 +138,67 @@ def test_the_simulator_pays_for_the_all_reduces():
     assert predict(spec).step_time == pytest.approx(busy)
 
 
+# --- PyTorch as the oracle, in one process that plays one of many ranks ----------------------------------------------
+
+
+@pytest.fixture
+def one_of_many(monkeypatch):
+    """devices -> the calls that this process will make as rank 1 of a group whose collectives move nothing."""
+    dist = pytest.importorskip("torch.distributed")
+    import torch.distributed._functional_collectives as funcol
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from engine.real.functional import CALLS
+    from engine.real.recorder import Recorder
+
+    for name in ("wait_tensor", *(name for names in CALLS.values() for name in names if hasattr(funcol, name))):
+        monkeypatch.setattr(funcol, name, getattr(funcol, name))  # what is wrapped from here on is put back
+    calls: list[tuple[str, int]] = []
+    monkeypatch.setattr(Recorder, "collective", lambda self, kind, size, *, axis: calls.append((kind, size)))
+
+    def join(devices: int) -> list[tuple[str, int]]:
+        dist.init_process_group("fake", rank=1, world_size=devices, store=FakeStore())
+        return calls
+
+    yield join
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("mode", "devices", "settings"),
+    [
+        ("tensor", 16, {"hidden": 64, "heads": 16}),
+        ("sequence", 16, {"hidden": 64, "heads": 16, "context": 32}),
+        ("tensor", 20, {"model": "cnn", "hidden": None, "heads": None, "context": None, "layers": None}),
+        ("tensor", 64, {"model": "mlp", "layers": 5, "hidden": 128, "heads": None, "context": None}),
+    ],
+)
+def test_pytorch_would_do_the_same_on_many_ranks(mode, devices, settings, one_of_many, tmp_path):
+    """The same collectives in the same order, of as many bytes; and as many bytes of what stays in memory."""
+    import torch
+
+    from engine.real.recorder import Recorder
+    from engine.real.training import Place
+
+    job = job_of(mode, devices, **settings)
+    planned = modes.plan(job).programs[0]
+    calls = one_of_many(devices)
+    recorder = Recorder(tmp_path / "spans", 1, 0, enabled=False)
+    training = modes.run(mode).training(job, Place(1, devices, torch.device("cpu"), recorder, tmp_path))
+    calls.clear()
+    training.make_gradients(0)
+    training.optimizer.step()
+    assert calls == [(op.kind, op.bytes) for op in planned.ops if op.axis]
+    parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
+    momenta = [training.optimizer.state[p]["momentum_buffer"] for p in parameters]
+    tensors = {"parameters": parameters, "gradients": [p.grad for p in parameters], "optimizer": momenta}
+    assert planned.memory == {name: sum(map(_local_bytes, held)) for name, held in tensors.items()}
+
+
+def _local_bytes(tensor) -> int:
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes
+
+
 # --- real runs ------------------------------------------------------------------------------------------------------
 
 
