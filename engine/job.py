@@ -26,10 +26,14 @@ MODE_SETTINGS = {
     "ddp": {"bucket_mb": 25.0},
     "layer_split": {"split": None},
     "pipeline": {"microbatches": None, "schedule": "1f1b", "split": None},
+    "tensor": {},
+    "sequence": {},
 }
+MODE_MODELS = {"sequence": ("gpt",)}  # a mode that is not named takes every model
 DATA_MODES = ("data_parallel", "ddp")  # split the batch over devices
 ONE_PROCESS_MODES = ("single", "data_parallel")
 STAGE_MODES = ("layer_split", "pipeline")  # split the layers over devices
+TENSOR_MODES = ("tensor", "sequence")  # split each layer over devices
 LEARNING_RATES = {"sgd": 0.05, "adamw": 0.002}
 DEFAULT_STEPS = 20
 
@@ -135,10 +139,11 @@ def count_gpus() -> int:
 
 
 def _at_most(devices: int, spec: Spec) -> int:
-    """The largest number of devices up to `devices` that the batch can be shared over."""
-    if spec.mode not in DATA_MODES:
+    """The largest number of devices up to `devices` that the batch, or what is cut of the model, can be shared over."""
+    if spec.mode not in (*DATA_MODES, *TENSOR_MODES):
         return devices
-    return max(d for d in range(1, devices + 1) if spec.global_batch % d == 0)
+    shared = spec.global_batch if spec.mode in DATA_MODES else spec.devices  # what these can share, a divisor can
+    return max(d for d in range(1, devices + 1) if shared % d == 0)
 
 
 def nearest(good: list[int], value: int, count: int = 3) -> list[int]:
@@ -169,6 +174,11 @@ def _check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
         raise SpecError(
             "devices_of_mode", "devices", spec.devices, suggest=[1], mode="single", wanted="exactly 1 device"
         )
+    models = MODE_MODELS.get(spec.mode, (spec.model,))
+    if spec.model not in models:
+        raise SpecError("model_of_mode", "model", spec.model, suggest=models, mode=spec.mode)
+    if spec.mode in TENSOR_MODES:
+        _check_shards(spec, layers)
     if spec.mode not in STAGE_MODES:
         return spec
     if spec.devices > len(layers):
@@ -184,6 +194,19 @@ def _check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
     if spec.mode == "pipeline":
         spec = _check_microbatches(spec)
     return spec
+
+
+def _check_shards(spec: Spec, layers: tuple[Layer, ...]) -> None:
+    """What is cut must be cut into equal parts: attention by heads, other layers by the features between a pair."""
+    features = next(layer.output[-1] for layer in layers if len(layer.output) == 1) if spec.model != "gpt" else 0
+    sizes = {"heads": spec.heads, "context": spec.context} if spec.model == "gpt" else {"features": features}
+    if spec.mode == "tensor":
+        sizes.pop("context", None)
+    shared = math.gcd(*sizes.values())
+    if shared % spec.devices:
+        good = nearest([d for d in range(1, shared + 1) if shared % d == 0], spec.devices, 8)
+        what = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise SpecError("devices_divide", "devices", spec.devices, suggest=good, model=spec.model, sizes=what)
 
 
 def _check_microbatches(spec: Spec) -> Spec:

@@ -54,6 +54,9 @@ RULES = {
     "exclusive": "Give {setting} or {other}, not both; {setting} is {value}.",
     "does_not_apply": "{setting} does not apply to {to}; it is {value}. Leave it out.",
     "devices_of_mode": "The mode {mode} runs on {wanted}; devices is {value}.",
+    "model_of_mode": "The mode {mode} cannot cut the model {value}.",
+    "devices_divide": "Each device gets an equal part of what is cut of the model {model} ({sizes}), so devices must "
+    "divide it; devices is {value}.",
     "batch_by_devices": "global-batch must be divisible by the number of devices ({devices}); it is {value}.",
     "batch_by_microbatches": "microbatches must divide global-batch ({batch}); it is {value}.",
     "too_many_stages": "Each device needs at least one layer, and {model} has {layers}; devices is {value}.",
@@ -81,7 +84,7 @@ RULES = {
     "bad_run_id": "A run id is letters, digits, dashes and underscores; {value} is not.",
 }
 
-MODES = ("single", "data_parallel", "ddp", "layer_split", "pipeline")
+MODES = ("single", "data_parallel", "ddp", "layer_split", "pipeline", "tensor", "sequence")
 MODELS = ("cnn", "mlp", "gpt")
 DATASETS = ("digits", "text", "synthetic")
 SCHEDULES = ("gpipe", "1f1b")

@@ -47,11 +47,15 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm causal attention and MLP, with residuals: [N, context, hidden] -> the same."""
+    """Pre-norm causal attention and MLP, with residuals: [N, context, hidden] -> the same.
+
+    The rows of `qkv` are grouped by head (q, k and v of the first, then of the second), so that a run of its rows is
+    a run of whole heads, and a rank that holds only some finds its number of heads in what it computed.
+    """
 
     def __init__(self, hidden: int, heads: int):
         super().__init__()
-        self.heads = heads
+        self.head_width = hidden // heads
         self.norm1 = nn.RMSNorm(hidden)
         self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
         self.proj = nn.Linear(hidden, hidden, bias=False)
@@ -60,10 +64,10 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * hidden, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        n, c, h = x.shape
-        q, k, v = (part.view(n, c, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).split(h, dim=-1))
+        by_head = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.head_width))  # [N, context, heads, 3, width]
+        q, k, v = by_head.transpose(1, 2).unbind(3)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(mixed.transpose(1, 2).reshape(n, c, h))
+        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -105,8 +109,14 @@ class Chain(nn.Sequential):
         self.recorder: Recorder | None = None
         self.passed: Pass | None = None  # the pass whose backward is still to come
         self.stage, self.rank = 0, None
-        # Where the input needs no gradient, the way back ends with the first layer's own gradients. Not with the end of
-        # `backward`: there DDP waits for its all-reduce, and a wait is not compute.
+        self.watch_first_gradients()
+
+    def watch_first_gradients(self) -> None:
+        """To be called again by who replaces the parameters.
+
+        Where the input needs no gradient, the way back ends with the first layer's own gradients. Not with the end of
+        `backward`: there DDP waits for its all-reduce, and a wait is not compute.
+        """
         for parameter in next(self.children()).parameters():
             parameter.register_post_accumulate_grad_hook(self._first_gradient)
 

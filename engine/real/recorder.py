@@ -32,6 +32,10 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
+# How a backend may carry out a collective: gloo's reduce_scatter is an all_reduce (pytorch#149869).
+CARRIED_OUT = {"reduce_scatter": ("reduce_scatter", "all_reduce")}
+
+
 class Event(NamedTuple):
     """One communication that the profiler saw."""
 
@@ -45,12 +49,15 @@ class Recorder:
     """Spans of one process, appended to `path` at the end of a window. With `enabled` false, nothing is kept.
 
     `label(kind)` is the mode's word on what its collectives are: all_reduce -> (axis dp, payload gradient).
-    Messages are labelled by `message`, which the code that issues them calls in the order in which it issues them.
+    Messages are labelled by `message`, which the code that issues them calls in the order in which it issues them,
+    and so are collectives that are announced by `collective`. Where those are waited for, the compute of a layer is
+    cut, and `parts(kind, layer)` names its pieces in order.
     """
 
     def __init__(self, path: Path, rank: int, origin: int, *, enabled: bool = True):
         self.path, self.rank, self.origin, self.enabled = path, rank, origin, enabled
         self.label: Callable[[str], tuple[str, str]] = lambda kind: ("dp", "gradient")
+        self.parts: Callable[[str, str], tuple[str, ...]] = lambda kind, layer: (layer,)
         self.recording = False
         self.doing = ""  # in words, for the report of an error
         self._profiling = False
@@ -59,6 +66,8 @@ class Recorder:
         self._marks: list[Span] = []
         self._passes: list[Pass] = []
         self._messages: list[tuple[int, Op]] = []
+        self._collectives: list[tuple[int, Op]] = []
+        self._awaited: deque[int] = deque()  # when those that nobody has waited for yet were called (ns)
         self._config = ProfilerConfig(ProfilerState.KINETO, True, False, False, False, False, _ExperimentalConfig())
         self._step = -1
 
@@ -126,6 +135,18 @@ class Recorder:
             op = Op(kind=kind, stage=stage, microbatch=microbatch, payload=payload, axis="pp", peer=peer, bytes=size)
             self._messages.append((self._step, op))
 
+    def collective(self, kind: str, size: int, *, axis: str) -> None:
+        """A collective is about to be called with a tensor of `size` bytes, for a layer's output or a gradient."""
+        if self.recording:
+            payload = "gradient" if self._passes and self._passes[-1].backward_began else "activation"
+            self._collectives.append((self._step, Op(kind=kind, payload=payload, axis=axis, bytes=size)))
+            self._awaited.append(self.now())
+
+    def waited(self) -> None:
+        """The result of the first such collective is there; to ask for it again does not count."""
+        if self.recording and self._awaited:
+            self._passes[-1].waits.append((self._awaited.popleft(), self.now()))
+
     def begin_pass(self, stage: int, rank: int | None) -> Pass:
         """A batch enters a chain of layers."""
         passed = Pass(self, stage, rank)
@@ -144,6 +165,7 @@ class Recorder:
         self._steps.clear()
         self._marks.clear()
         self._messages.clear()
+        self._collectives.clear()
 
     def _line(self, span: Span) -> str:
         """Seconds since the run began: subtracted as integers, since Unix time in ns does not fit a float."""
@@ -154,6 +176,7 @@ class Recorder:
         """Give every event that began inside a step its step and what it was; others (checks, barriers) are dropped."""
         for step, begin, end in self._steps:
             issued = {k: deque(op for s, op in self._messages if s == step and op.kind == k) for k in ("send", "recv")}
+            called = [op for s, op in self._collectives if s == step]
             for event in events:
                 if not begin <= event.start <= end:
                     continue
@@ -165,9 +188,19 @@ class Recorder:
                     key = (_or_none(op.stage), _or_none(op.microbatch), op.part, op.payload)
                     lane = lane_of(op, self.rank)
                     yield Span(self.rank, lane, op.kind, *where, *key, op.axis, op.peer, event.bytes)
+                elif op := _taken(called, event):
+                    yield Span(self.rank, op.axis, op.kind, *where, NONE, NONE, "", op.payload, op.axis, NONE, op.bytes)
                 else:
                     axis, payload = self.label(event.kind)
                     yield Span(self.rank, axis, event.kind, *where, NONE, NONE, "", payload, axis, NONE, event.bytes)
+
+
+def _taken(called: list[Op], event: Event) -> Op | None:
+    """The earliest call that the event can be, taken off the list."""
+    for i, op in enumerate(called):
+        if event.kind in CARRIED_OUT.get(op.kind, (op.kind,)) and event.bytes == op.bytes:
+            return called.pop(i)
+    return None
 
 
 def _or_none(value: int | None) -> int:
@@ -182,6 +215,7 @@ class Pass:
         self.forward: dict[str, list[int]] = {}  # layer: begin, end (ns)
         self.gradients: dict[str, int] = {}  # layer, or "input": when the gradient of its output became known
         self.backward_began = self.backward_ended = 0
+        self.waits: list[tuple[int, int]] = []  # from a collective's call to its result (ns), in order
         self.layer = ""
 
     def begin(self, layer: str) -> None:
@@ -205,14 +239,22 @@ class Pass:
     def collect(self) -> None:
         layers = list(self.forward)
         for layer, (start, end) in self.forward.items():
-            self.recorder.mark("forward", start, end, part=layer, **self.where)
+            self._mark("forward", layer, start, end)
         if not self.backward_ended:
             return
         start = self.backward_began
         for layer, before in zip(reversed(layers), [*reversed(layers[:-1]), "input"], strict=True):
             end = self.gradients.get(before, self.backward_ended)
-            self.recorder.mark("backward", start, end, part=layer, **self.where)
+            self._mark("backward", layer, start, end)
             start = end
+
+    def _mark(self, kind: str, layer: str, start: int, end: int) -> None:
+        """What a layer computed, cut where it waited: a wait is not compute."""
+        waits = [wait for wait in self.waits if start <= wait[0] and wait[1] <= end]
+        names = self.recorder.parts(kind, layer)
+        begins, ends = [start, *(w[1] for w in waits)], [*(w[0] for w in waits), end]
+        for i, (begin, stop) in enumerate(zip(begins, ends, strict=True)):
+            self.recorder.mark(kind, begin, stop, part=names[i] if i < len(names) else layer, **self.where)
 
 
 def _communication(event) -> Event | None:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from engine.job import Job
 from engine.real.recorder import Recorder
@@ -34,7 +35,13 @@ class Training(Protocol):
         samples, or None where no loss is computed."""
 
     def held(self) -> dict[str, nn.Parameter]:
-        """The parameters that this rank holds, by their name in the whole model."""
+        """The parameters that this rank holds, by their name in the whole model; DTensors where it holds a shard."""
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor on the CPU. Where ranks hold shards of it, they gather them: all must call this together."""
+    full = tensor.detach()
+    return (full.full_tensor() if isinstance(full, DTensor) else full).cpu()
 
 
 def update(training: Training, recorder: Recorder) -> None:

@@ -58,6 +58,7 @@ def test_the_first_page_shows_the_prediction_of_the_default_settings(lab: Lab):
         ("mode=ddp", {"devices", "bucket-mb"}, {"microbatches", "schedule", "split"}),
         ("mode=layer_split", {"devices", "split"}, {"bucket-mb", "microbatches", "schedule"}),
         ("mode=pipeline", {"devices", "split", "microbatches", "schedule"}, {"bucket-mb"}),
+        ("mode=tensor", {"devices"}, {"bucket-mb", "microbatches", "schedule", "split"}),
         ("model=mlp", {"layers", "hidden"}, {"heads", "context"}),
         ("model=gpt", {"layers", "hidden", "heads", "context"}, set()),
     ],
@@ -71,7 +72,8 @@ def test_only_settings_that_apply_are_shown(lab: Lab, link: str, shown: set[str]
 
 @pytest.mark.parametrize("mode", modes.MODES)
 def test_each_mode_tells_its_lesson_in_order(lab: Lab, mode: str):
-    app, lesson = lab(f"mode={mode}" + ("&devices=1" if mode == "single" else "")), modes.lesson(mode)
+    more = {"single": "&devices=1", "sequence": "&model=gpt"}.get(mode, "")
+    app, lesson = lab(f"mode={mode}{more}"), modes.lesson(mode)
     said = words(app)
     places = [said.index(sentence) for sentence in (lesson.title, *lesson.steps, lesson.use, lesson.limits)]
     assert places == sorted(places)

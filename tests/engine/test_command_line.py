@@ -63,7 +63,7 @@ def test_modes_lists_every_lesson(capsys):
     status, out, _ = call(capsys, "modes", "--json")
     lessons = json.loads(out)["modes"]
     assert status == 0
-    assert list(lessons) == ["single", "data_parallel", "ddp", "layer_split", "pipeline"]
+    assert list(lessons) == ["single", "data_parallel", "ddp", "layer_split", "pipeline", "tensor", "sequence"]
     assert all(lesson["title"] and lesson["steps"] and lesson["limits"] for lesson in lessons.values())
 
 
@@ -88,6 +88,8 @@ WRONG = [
     ("simulate --devices 3", "Try: 63, 66."),
     ("simulate --mode pipeline --devices 2 --microbatches 5", "Try: 2, 4, 8."),
     ("simulate --mode layer_split --devices 9", "Try: 4."),
+    ("simulate --mode tensor --model gpt --hidden 56 --heads 28 --devices 8", "Try: 1, 2, 4, 7, 14, 28."),
+    ("simulate --mode sequence", "Try: gpt."),
     ("simulate --mode ddp --schedule gpipe", "does not apply to the mode ddp"),
     ("simulate --machine abacus", "local"),
     ("run --device cuda --devices 2", "cuda"),

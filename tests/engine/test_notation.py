@@ -67,6 +67,8 @@ def test_an_op_is_one_short_line():
         {"mode": "data_parallel", "devices": 4},
         {"mode": "ddp", "devices": 4, "model": "mlp", "layers": 3},
         {"mode": "layer_split", "devices": 3},
+        {"mode": "tensor", "devices": 2, "model": "mlp", "layers": 3},
+        {"mode": "sequence", "devices": 4, "model": "gpt"},
         {"mode": "pipeline", "devices": 4, "schedule": "gpipe", "microbatches": 8},
         {"mode": "pipeline", "devices": 4, "schedule": "1f1b", "microbatches": 8},
     ],

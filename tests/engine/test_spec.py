@@ -15,7 +15,7 @@ import pytest
 
 from engine import job as jobs
 from engine.cost.machine import MACHINES, machine
-from engine.job import MODE_SETTINGS, MODEL_DEFAULTS, applies, prepare, prepare_real
+from engine.job import MODE_MODELS, MODE_SETTINGS, MODEL_DEFAULTS, applies, prepare, prepare_real
 from engine.spec import MODELS, MODES, RULES, Fault, Spec, SpecError, closest, parse_fault
 
 ROOT = Path(__file__).parents[2]
@@ -96,6 +96,12 @@ JOINED = [
     ({"mode": "pipeline", "global-batch": "3000"}, "batch_too_large", "global_batch"),
     ({"mode": "pipeline", "global-batch": "3000", "microbatches": "6"}, "batch_too_large", "global_batch"),
     ({"mode": "pipeline", "global-batch": "2000", "microbatches": "1600"}, "batch_too_large", "global_batch"),
+    ({"mode": "tensor", "devices": "3"}, "devices_divide", "devices"),
+    ({"mode": "tensor", "devices": "16384"}, "devices_divide", "devices"),
+    ({"mode": "tensor", "model": "mlp", "hidden": "7"}, "devices_divide", "devices"),
+    ({"mode": "tensor", "model": "gpt", "devices": "8"}, "devices_divide", "devices"),
+    ({"mode": "sequence", "model": "gpt", "devices": "4", "context": "10"}, "devices_divide", "devices"),
+    ({"mode": "sequence", "model": "cnn"}, "model_of_mode", "model"),
     ({"mode": "single", "devices": "2"}, "devices_of_mode", "devices"),
     ({"steps": "3", "epochs": "2"}, "exclusive", "steps"),
     ({"fault": "raise@2:1"}, "bad_fault", "fault"),
@@ -420,8 +426,9 @@ def test_a_spec_cannot_be_changed_and_a_changed_copy_is_checked():
 # Jobs
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "model"), [(mode, model) for mode in MODES for model in MODE_MODELS.get(mode, MODELS)]
+)
 def test_a_job_has_every_setting_that_applies_and_no_other(mode, model):
     devices = 1 if mode == "single" else 2
     resolved = prepare(Spec(mode=mode, model=model, devices=devices)).spec

@@ -138,7 +138,8 @@ def test_the_typical_step_is_the_median_of_those_after_the_warm_up():
 
 @pytest.mark.parametrize("view", ["predicted", "both"])
 @pytest.mark.parametrize(
-    ("mode", "devices"), [("single", 1), ("data_parallel", 4), ("ddp", 4), ("layer_split", 2), ("pipeline", 4)]
+    ("mode", "devices"),
+    [("single", 1), ("data_parallel", 4), ("ddp", 4), ("layer_split", 2), ("pipeline", 4), ("tensor", 4)],
 )
 def test_a_figure_has_at_most_ten_traces_and_plain_numbers(mode, devices, view):
     plan, layers, timeline = predicted(mode, devices)
@@ -169,6 +170,13 @@ def test_the_cell_of_the_layer_that_is_computed_lights_up():
     payload = moving_picture(picture_info(plan, layers, timeline), EN)
     lit = {payload["strings"][w]: c for w, c in zip(payload["spans"]["words"], payload["spans"]["cell"], strict=True)}
     assert (lit["forward · conv1"], lit["backward · fc2"], lit["optimizer"]) == (0, 3, WHOLE)
+
+
+def test_a_piece_of_a_layer_lights_up_the_cell_of_the_layer():
+    plan, layers, timeline = predicted("tensor", 2, model="gpt")
+    payload = moving_picture(picture_info(plan, layers, timeline), EN)
+    lit = {payload["strings"][w]: c for w, c in zip(payload["spans"]["words"], payload["spans"]["cell"], strict=True)}
+    assert [lit[f"forward · {part}"] for part in ("embed", "block1.attention", "block1.mlp", "head")] == [0, 1, 1, 5]
 
 
 def test_a_still_figure_says_under_the_mouse_what_each_span_is():

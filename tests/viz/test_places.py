@@ -23,6 +23,14 @@ def test_pipeline_stages_stand_left_to_right_in_one_row():
     assert where.links == ((0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2))
 
 
+@pytest.mark.parametrize("devices", [2, 4])
+def test_tensor_ranks_stand_side_by_side(devices):
+    plan, layers, _ = predicted("tensor", devices, model="gpt")
+    boxes = places(plan, [layer.name for layer in layers]).boxes
+    assert [box.centre[0] for box in boxes] == [(i + 0.5) * 1000 / devices for i in range(devices)]
+    assert len({box.y0 for box in boxes}) == 1
+
+
 @pytest.mark.parametrize("devices", [3, 4, 5, 6, 8, 12, 16])
 def test_replicas_stand_in_a_ring_so_that_neighbours_are_side_by_side(devices):
     plan, _, _ = predicted("ddp", devices)
@@ -58,6 +66,8 @@ def test_stages_in_columns_and_their_replicas_in_rows():
 def test_boxes_lie_apart_and_on_the_stage(mode, devices):
     settings = {"model": "mlp", "layers": 16, "microbatches": 32} if mode == "pipeline" else {}
     settings |= {"model": "mlp", "layers": 16} if mode == "layer_split" else {}
+    if mode in ("tensor", "sequence"):
+        settings = {"model": "gpt", "hidden": devices * 8, "heads": devices, "context": devices * 2}
     if mode in ("ddp", "data_parallel"):
         settings["global_batch"] = devices * 4
     plan, layers, _ = predicted(mode, devices, **settings)

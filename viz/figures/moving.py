@@ -122,7 +122,8 @@ def _cell(info: PictureInfo, bar: Bar) -> int:
         return NO_CELL
     if not span.part:
         return WHOLE
-    return next((i for i, cell in enumerate(cells) if span.part == cell.name), NO_CELL)
+    layer = span.part.split(".")[0]  # block1.attention is a piece of block1
+    return next((i for i, cell in enumerate(cells) if layer == cell.name), NO_CELL)
 
 
 def _flights(info: PictureInfo, looks: dict[str, int], clock) -> dict[str, Any]:

@@ -94,8 +94,8 @@ def places(plan: Plan, layers: Sequence[str], memory: Sequence[int] | None = Non
 def device_graph(plan: Plan, drawn: int) -> nx.DiGraph:
     """Devices, with an edge wherever something can move, and `column` and `row` of each.
 
-    Pipeline stages stand left to right. Replicas stand on a ring, neighbours side by side; where everything comes from
-    one device (nn.DataParallel), that device stands above the others.
+    Pipeline stages stand left to right, and so do tensor ranks. Replicas stand on a ring, neighbours side by side;
+    where everything comes from one device (nn.DataParallel), that device stands above the others.
     """
     graph = nx.DiGraph()
     graph.add_nodes_from(range(drawn))
@@ -145,7 +145,7 @@ def _spots(plan: Plan, drawn: int, rooted: bool) -> dict[int, tuple[int, int]]:
             spots[rank] = (column, seen[column])
             seen[column] += 1
         return spots
-    if drawn <= (8 if stages > 1 else 2):
+    if drawn <= (8 if stages > 1 or plan.mesh.degree("tp") > 1 else 2):
         return {rank: (rank, 0) for rank in range(drawn)}
     # Out along the top and back along the bottom; an odd one stands alone in the first column.
     odd, columns = drawn % 2, math.ceil(drawn / 2)

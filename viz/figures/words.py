@@ -50,7 +50,8 @@ def labels(text: Text, span: Span, *, numbered: bool) -> tuple[str, ...]:
             return (f"{name} {bucket}", str(bucket))
         return (f"{name} {span.microbatch}", str(span.microbatch)) if numbered and span.microbatch != NONE else (name,)
     if span.part:
-        return (f"{name} {span.part}", span.part)
+        piece = span.part.rpartition(".")[2]  # of block1.attention
+        return tuple(dict.fromkeys((f"{name} {span.part}", span.part, piece)))
     return (f"{name} {span.microbatch}", str(span.microbatch)) if numbered and span.microbatch != NONE else (name,)
 
 

@@ -1,0 +1,87 @@
+"""A job under tensor and sequence parallelism -> its plan: an all-gather before each pair of matrices, a reduce-scatter
+after it (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2); on the way back the other way round.
+
+Between them a rank has its part of the context, so a norm's weight gets a part of its gradient there, and the parts are
+summed after the backward pass. Embedding and head work on the whole context.
+"""
+
+from engine.job import Job
+from engine.modes.tensor.plan import Cut, assemble, collective, names_of
+from engine.modes.tensor.shards import piece
+from engine.plan import Op, Plan
+from engine.shapes import FP32, Layer
+
+
+def plan(job: Job, step: int) -> Plan:
+    norms = [f"{layer.name}.{norm}" for layer in job.layers[1:-1] for norm in ("norm1", "norm2")]
+    return assemble(job, forward, backward, [_norm_gradient(name, job.spec.hidden) for name in norms])
+
+
+def parts(job: Job, kind: str, name: str) -> tuple[str, ...]:
+    """Names of the pieces of layer `name` in a pass of this kind."""
+    return names_of(job, forward if kind == "forward" else backward, name)
+
+
+def _norm_gradient(name: str, hidden: int) -> Op:
+    return Op(kind="all_reduce", part=name, payload="gradient", axis="tp", bytes=FP32 * hidden)
+
+
+def forward(job: Job, layer: Layer) -> Cut:
+    if layer.name == "head":
+        shard = _tokens(job)
+        return [piece(layer, "input", output=shard), _gather(layer.name, shard), layer]
+    return _in_turn(_pieces(job, layer), "all_gather", "reduce_scatter") if layer.name != "embed" else [layer]
+
+
+def backward(job: Job, layer: Layer) -> Cut:
+    if layer.name == "embed":
+        shard = _tokens(job)
+        return [piece(layer, "output", output=shard), _gather(layer.name, shard), layer]
+    return _in_turn(_pieces(job, layer)[::-1], "all_gather", "reduce_scatter") if layer.name != "head" else [layer]
+
+
+def _tokens(job: Job) -> tuple[int, int]:
+    """What a rank has of one sample between the matrices: [context / ranks, hidden]."""
+    return (job.spec.context // job.spec.devices, job.spec.hidden)
+
+
+def _gather(part: str, shard: tuple[int, int]) -> Op:
+    return collective("all_gather", part, FP32 * shard[0] * shard[1])
+
+
+def _in_turn(pieces: list[Layer], before: str, after: str) -> Cut:
+    """Pieces of part of the context and of all of it in turn, with a collective between each two.
+
+    The one after a matrix pair is given all of the context; the one before it, a part.
+    """
+    cut: Cut = [pieces[0]]
+    for i in range(1, len(pieces), 2):
+        outside, inside, following = pieces[i - 1], pieces[i], pieces[i + 1]
+        cut += [
+            collective(before, inside.name, outside.output_bytes), inside,
+            collective(after, inside.name, inside.output_bytes), following,
+        ]  # fmt: skip
+    return cut
+
+
+def _pieces(job: Job, layer: Layer) -> list[Layer]:
+    """A block, cut wherever its tokens are gathered or scattered. DTensor keeps the gathered input of each pair."""
+    (c, h), heads, ranks, tokens = layer.output, job.spec.heads, job.spec.devices, _tokens(job)
+    norm = FP32 * tokens[0] * h
+    return [
+        piece(layer, "norm1", "norm1", saved=norm, output=tokens),
+        piece(
+            layer, "attention", "qkv", "proj",
+            flops=(2 * c * 4 * h * h + 2 * 2 * c * c * h) // ranks,
+            saved=FP32 * c * (h + (4 * h + heads) // ranks),
+            output=layer.output,
+        ),
+        piece(layer, "norm2", "norm2", saved=norm, output=tokens),
+        piece(
+            layer, "mlp", "up", "down",
+            flops=2 * c * 8 * h * h // ranks,
+            saved=FP32 * c * (h + 8 * h // ranks),
+            output=layer.output,
+        ),
+        piece(layer, "sum", output=tokens),
+    ]  # fmt: skip

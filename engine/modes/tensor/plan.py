@@ -1,0 +1,113 @@
+"""A job under tensor parallelism -> its plan: every layer cut where its ranks have to sum what they computed.
+
+What DTensor does: the output of a layer cut by rows is a part of a sum on each rank, and is all-reduced; so is, on the
+way back, the gradient of the input of a layer cut by columns, where anybody needs it. Each is waited for at once.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from engine import chain
+from engine.job import Job
+from engine.modes.tensor.shards import held, piece, styles
+from engine.plan import Mesh, Op, Plan, Program
+from engine.shapes import FP32, Layer
+
+Cut = list[Layer | Op]  # pieces of a layer, and the collectives between them, for one sample
+
+
+def plan(job: Job, step: int) -> Plan:
+    return assemble(job, forward, backward, [])
+
+
+def parts(job: Job, kind: str, name: str) -> tuple[str, ...]:
+    """Names of the pieces of layer `name` in a pass of this kind."""
+    return names_of(job, forward if kind == "forward" else backward, name)
+
+
+def names_of(job: Job, cut: Callable[[Job, Layer], Cut], name: str) -> tuple[str, ...]:
+    if job.spec.devices == 1:
+        return (name,)
+    (layer,) = [layer for layer in held(job) if layer.name == name]
+    return tuple(item.name for item in cut(job, layer) if isinstance(item, Layer))
+
+
+def assemble(
+    job: Job, forward: Callable[[Job, Layer], Cut], backward: Callable[[Job, Layer], Cut], after: Iterable[Op]
+) -> Plan:
+    """One program for all ranks: they do the same, each with its own shards. `after` follows the backward pass.
+
+    One rank has nothing to sum: there no layer is cut.
+    """
+    layers, batch, ranks = held(job), job.local_batch, job.spec.devices
+    ops = [chain.load(job.sample_bytes, batch)]
+    for layer in layers:
+        for item in forward(job, layer) if ranks > 1 else [layer]:
+            ops += chain.forward([item], batch) if isinstance(item, Layer) else [_of_batch(item, "activation", batch)]
+    for layer in reversed(layers):
+        for item in backward(job, layer) if ranks > 1 else [layer]:
+            ops += chain.backward([item], batch) if isinstance(item, Layer) else [_of_batch(item, "gradient", batch)]
+    ops += [*(after if ranks > 1 else []), chain.optimizer(layers, job.spec)]
+    program = Program(tuple(ops), tuple(range(len(layers))), chain.standing_memory(layers, job.spec))
+    return Plan(Mesh(("tp",), (ranks,)), (program,), (0,) * ranks, tuple(layer.name for layer in layers))
+
+
+def collective(kind: str, part: str, size: int) -> Op:
+    return Op(kind=kind, part=part, axis="tp", bytes=size)
+
+
+def _of_batch(op: Op, payload: str, samples: int) -> Op:
+    return dataclasses.replace(op, payload=payload, bytes=op.bytes * samples)
+
+
+def forward(job: Job, layer: Layer) -> Cut:
+    style, whole = styles(job).get(layer.name), layer.output
+    if layer.name.startswith("block"):
+        attention, mlp, size = *_halves(job, layer), layer.output_bytes
+        total = [collective("all_reduce", part.name, size) for part in (attention, mlp)]
+        return [attention, total[0], mlp, total[1], piece(layer, "sum", output=whole)]
+    if style == "row":
+        total = collective("all_reduce", layer.name, layer.output_bytes)
+        return [_dense(job, layer, style), total, piece(layer, "output", output=whole)]
+    return [_dense(job, layer, style) if style else layer]
+
+
+def backward(job: Job, layer: Layer) -> Cut:
+    style = styles(job).get(layer.name)
+    if layer.name.startswith("block"):
+        attention, mlp, size = *_halves(job, layer), layer.output_bytes
+        total = [collective("all_reduce", part.name, size) for part in (mlp, attention)]
+        return [mlp, total[0], attention, total[1], piece(layer, "norm1", output=layer.output)]
+    if style == "column" and layer.name != job.layers[0].name:  # nobody needs the gradient of the model's input
+        inputs = layer.params[0][1][1]
+        total = collective("all_reduce", layer.name, FP32 * inputs)
+        return [_dense(job, layer, style), total, piece(layer, "input", output=(inputs,))]
+    return [_dense(job, layer, style) if style else layer]
+
+
+def _dense(job: Job, layer: Layer, style: str) -> Layer:
+    """A linear layer of which this rank has some of the outputs (column) or of the inputs (row)."""
+    outputs, inputs = layer.params[0][1]  # of this rank
+    relu = layer.name != job.layers[-1].name
+    output = (outputs,) if style == "column" else layer.output
+    return dataclasses.replace(
+        layer, flops=layer.flops // job.spec.devices, saved=FP32 * (inputs + outputs * relu), output=output
+    )
+
+
+def _halves(job: Job, layer: Layer) -> tuple[Layer, Layer]:
+    """A block's two pairs of matrices, each with the norm before it: only what is inside a pair is cut."""
+    (c, h), heads, ranks = layer.output, job.spec.heads, job.spec.devices
+    attention = piece(
+        layer, "attention", "norm1", "qkv", "proj",
+        flops=(2 * c * 4 * h * h + 2 * 2 * c * c * h) // ranks,
+        saved=FP32 * c * (2 * h + (4 * h + heads) // ranks),
+        output=layer.output,
+    )  # fmt: skip
+    mlp = piece(
+        layer, "mlp", "norm2", "up", "down",
+        flops=2 * c * 8 * h * h // ranks,
+        saved=FP32 * c * (2 * h + 8 * h // ranks),
+        output=layer.output,
+    )  # fmt: skip
+    return attention, mlp

@@ -1,0 +1,45 @@
+"""A job -> which of its linear layers are cut by columns (outputs) and which by rows (inputs), and what a rank holds.
+
+A layer cut by columns is followed by one cut by rows: what lies between them stays cut, and only the output of the
+second has to be summed over the ranks (Shoeybi et al. 2019, arXiv:1909.08053, section 3). The vocabulary stays whole:
+a text has as many distinct characters as it has, 103 say, and no degree divides that.
+"""
+
+import dataclasses
+
+from engine.job import Job
+from engine.shapes import Layer
+
+BLOCK = {"qkv": "column", "proj": "row", "up": "column", "down": "row"}
+CUT = {("column", "weight"): 0, ("column", "bias"): 0, ("row", "weight"): 1}  # the dim that is cut
+
+
+def styles(job: Job) -> dict[str, str]:
+    """Module name -> column or row; what is not named is whole on every rank."""
+    if job.spec.model == "gpt":
+        blocks = [layer.name for layer in job.layers[1:-1]]
+        return {f"{block}.{name}": style for block in blocks for name, style in BLOCK.items()}
+    linear = [layer.name for layer in job.layers if len(layer.params[0][1]) == 2]
+    pairs = zip(linear[::2], linear[1::2], strict=False)  # an odd one at the end stays whole
+    return {name: style for pair in pairs for name, style in zip(pair, ("column", "row"), strict=True)}
+
+
+def held(job: Job) -> tuple[Layer, ...]:
+    """The model's layers with the shapes of the parameters that one rank holds."""
+    style, degree = styles(job), job.spec.devices
+
+    def local(layer: Layer, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        module, _, parameter = f"{layer.name}.{name}".rpartition(".")
+        cut = CUT.get((style.get(module), parameter))
+        return tuple(size // degree if dim == cut else size for dim, size in enumerate(shape))
+
+    return tuple(
+        dataclasses.replace(layer, params=tuple((name, local(layer, name, shape)) for name, shape in layer.params))
+        for layer in job.layers
+    )
+
+
+def piece(layer: Layer, name: str, *modules: str, output: tuple[int, ...], flops: int = 0, saved: int = 0) -> Layer:
+    """A part of a layer between two collectives, with the parameters of some of its modules."""
+    params = tuple((key, shape) for key, shape in layer.params if key.split(".")[0] in modules)
+    return Layer(f"{layer.name}.{name}", params, flops, output, saved)

@@ -1,0 +1,283 @@
+"""Tensor and sequence parallelism: what a rank holds, computes and sends by closed forms, and what real runs did."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine import modes
+from engine.cost.collectives import rounds_and_bytes
+from engine.job import Job, prepare
+from engine.launch import Launcher, start
+from engine.plan import Op
+from engine.predict import predict
+from engine.spec import Spec, SpecError
+from engine.timeline import Timeline
+
+HIDDEN, HEADS, CONTEXT, BATCH, LAYERS = 48, 12, 24, 16, 2
+SMALL = {
+    "model": "gpt", "hidden": HIDDEN, "heads": HEADS, "context": CONTEXT, "global_batch": BATCH, "layers": LAYERS,
+    "dataset": "synthetic",
+}  # fmt: skip
+VOCABULARY = 64  # of the dataset synthetic
+WHOLE = 4 * BATCH * CONTEXT * HIDDEN  # bytes of a block's output
+SHORT = {"steps": 4, "device": "cpu"}
+
+
+def job_of(mode: str, devices: int, **settings) -> Job:
+    return prepare(Spec(mode=mode, devices=devices, **(SMALL | settings)))
+
+
+def ops_of(mode: str, devices: int, **settings) -> tuple[Op, ...]:
+    plan = modes.plan(job_of(mode, devices, **settings))
+    assert plan.roles == (0,) * devices
+    return plan.programs[0].ops
+
+
+def collectives(ops: tuple[Op, ...]) -> list[tuple[str, str, int]]:
+    return [(op.kind, op.payload, op.bytes) for op in ops if op.axis]
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_a_block_is_summed_twice_on_the_way_down_and_twice_on_the_way_back(devices):
+    down, back = ("all_reduce", "activation", WHOLE), ("all_reduce", "gradient", WHOLE)
+    assert collectives(ops_of("tensor", devices)) == [down] * 2 * LAYERS + [back] * 2 * LAYERS
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_with_sequence_parallelism_tokens_are_gathered_before_a_pair_and_scattered_after_it(devices):
+    gather, scatter = ("all_gather", WHOLE // devices), ("reduce_scatter", WHOLE)
+    blocks = [gather, scatter] * 2 * LAYERS
+    forward = [*blocks, gather]  # the head takes all tokens
+    backward = [*blocks, gather]  # and so does the embedding's gradient
+    planned = [(kind, "activation", size) for kind, size in forward] + [(k, "gradient", b) for k, b in backward]
+    norms = [("all_reduce", "gradient", 4 * HIDDEN)] * 2 * LAYERS
+    assert collectives(ops_of("sequence", devices)) == planned + norms
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_a_block_s_gathers_and_scatters_send_as_much_as_its_all_reduces(devices):
+    """Korthikanti et al. 2022, section 4.2.2: a ring all-reduce is a reduce-scatter and an all-gather."""
+
+    def sent(mode: str) -> float:
+        inside = [
+            op for op in ops_of(mode, devices) if op.part.startswith("block") and not op.part.endswith(("1", "2"))
+        ]
+        return sum(rounds_and_bytes(op, devices)[1] for op in inside if op.axis)
+
+    assert sent("sequence") == pytest.approx(sent("tensor"))
+    assert sent("tensor") == pytest.approx(4 * LAYERS * 2 * (devices - 1) / devices * WHOLE)
+
+
+@pytest.mark.parametrize("mode", ["tensor", "sequence"])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_a_rank_holds_its_shards_and_all_of_norms_embedding_and_head(mode, devices):
+    cut = LAYERS * 12 * HIDDEN**2  # qkv 3, proj 1, up 4, down 4
+    kept = LAYERS * 2 * HIDDEN + (VOCABULARY + CONTEXT) * HIDDEN + HIDDEN + VOCABULARY * HIDDEN
+    memory = modes.plan(job_of(mode, devices, optimizer="adamw")).programs[0].memory
+    size = 4 * (cut // devices + kept)
+    assert memory == {"parameters": size, "gradients": size, "optimizer": 2 * size}
+
+
+@pytest.mark.parametrize("mode", ["tensor", "sequence"])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_a_rank_computes_its_share_of_the_blocks_and_all_of_the_head(mode, devices):
+    blocks = LAYERS * BATCH * (2 * CONTEXT * 12 * HIDDEN**2 + 4 * CONTEXT**2 * HIDDEN)
+    head = BATCH * 2 * CONTEXT * HIDDEN * VOCABULARY
+    ops = ops_of(mode, devices)
+    forward = sum(op.flops for op in ops if op.kind == "forward")
+    assert forward == blocks // devices + head
+    assert sum(op.flops for op in ops if op.kind == "backward") == 2 * forward
+
+
+def test_sequence_parallelism_keeps_less_for_the_way_back():
+    saved = {mode: sum(op.saved for op in ops_of(mode, 4)) for mode in ("tensor", "sequence")}
+    norm_inputs = LAYERS * 2 * WHOLE
+    assert saved["tensor"] - saved["sequence"] == norm_inputs * 3 // 4
+
+
+def test_an_mlp_is_cut_in_pairs_and_an_odd_layer_stays_whole():
+    """fc1 by columns, fc2 by rows, out whole; nobody needs the gradient of the image."""
+    ops = ops_of("tensor", 2, model="mlp", layers=2, hidden=32, heads=None, context=None)
+    assert collectives(ops) == [("all_reduce", "activation", 4 * BATCH * 32)]
+    plan = modes.plan(prepare(Spec(mode="tensor", model="mlp", layers=2, hidden=32)))
+    parameters = 784 * 16 + 16 + 32 * 16 + 32 + 32 * 10 + 10
+    assert plan.programs[0].memory["parameters"] == 4 * parameters
+
+
+def test_a_second_pair_of_an_mlp_sums_the_gradient_of_its_input():
+    ops = ops_of("tensor", 2, model="mlp", layers=3, hidden=32, heads=None, context=None)
+    forward = [("all_reduce", "activation", 4 * BATCH * width) for width in (32, 10)]
+    assert collectives(ops) == [*forward, ("all_reduce", "gradient", 4 * BATCH * 32)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "works"),
+    [
+        ({"mode": "tensor", "model": "gpt", "hidden": 56, "heads": 28, "devices": 8}, (1, 2, 4, 7, 14, 28)),
+        ({"mode": "sequence", "model": "gpt", "heads": 8, "context": 12, "devices": 8}, (1, 2, 4)),
+        ({"mode": "tensor", "model": "mlp", "hidden": 7, "devices": 2}, (1, 7)),
+        ({"mode": "tensor", "model": "cnn", "devices": 3}, (1, 2, 4, 5, 10, 20)),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_degrees_that_do(settings, works):
+    with pytest.raises(SpecError) as refused:
+        prepare(Spec(**settings))
+    assert refused.value.code == "devices_divide"
+    assert refused.value.suggest[: len(works)] == works
+    for devices in refused.value.suggest:
+        prepare(Spec(**(settings | {"devices": devices})))
+
+
+def test_the_simulator_pays_for_the_all_reduces():
+    """On links that take no time the step is shorter by exactly what the collectives took."""
+    spec = Spec(mode="tensor", devices=4, machine="h100", **SMALL)
+    timeline = predict(spec).timeline
+    communication = timeline.where((timeline["rank"] == 0) & (timeline["lane"] == "tp"))
+    compute = timeline.where((timeline["rank"] == 0) & (timeline["lane"] == "compute"))
+    busy = sum((t["end"] - t["start"]).sum() for t in (communication, compute))
+    assert predict(spec).step_time == pytest.approx(busy)
+
+
+# --- PyTorch as the oracle, in one process that plays one of many ranks ----------------------------------------------
+
+
+@pytest.fixture
+def one_of_many(monkeypatch):
+    """devices -> the calls that this process will make as rank 1 of a group whose collectives move nothing."""
+    dist = pytest.importorskip("torch.distributed")
+    import torch.distributed._functional_collectives as funcol
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from engine.real.functional import CALLS
+    from engine.real.recorder import Recorder
+
+    for name in ("wait_tensor", *(name for names in CALLS.values() for name in names if hasattr(funcol, name))):
+        monkeypatch.setattr(funcol, name, getattr(funcol, name))  # what is wrapped from here on is put back
+    calls: list[tuple[str, int]] = []
+    monkeypatch.setattr(Recorder, "collective", lambda self, kind, size, *, axis: calls.append((kind, size)))
+
+    def join(devices: int) -> list[tuple[str, int]]:
+        dist.init_process_group("fake", rank=1, world_size=devices, store=FakeStore())
+        return calls
+
+    yield join
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("mode", "devices", "settings"),
+    [
+        ("tensor", 16, {"hidden": 64, "heads": 16}),
+        ("sequence", 16, {"hidden": 64, "heads": 16, "context": 32}),
+        ("tensor", 20, {"model": "cnn", "hidden": None, "heads": None, "context": None, "layers": None}),
+        ("tensor", 64, {"model": "mlp", "layers": 5, "hidden": 128, "heads": None, "context": None}),
+    ],
+)
+def test_pytorch_would_do_the_same_on_many_ranks(mode, devices, settings, one_of_many, tmp_path):
+    """The same collectives in the same order, of as many bytes; and as many bytes of what stays in memory."""
+    import torch
+
+    from engine.real.recorder import Recorder
+    from engine.real.training import Place
+
+    job = job_of(mode, devices, **settings)
+    planned = modes.plan(job).programs[0]
+    calls = one_of_many(devices)
+    recorder = Recorder(tmp_path / "spans", 1, 0, enabled=False)
+    training = modes.run(mode).training(job, Place(1, devices, torch.device("cpu"), recorder, tmp_path))
+    calls.clear()
+    training.make_gradients(0)
+    training.optimizer.step()
+    assert calls == [(op.kind, op.bytes) for op in planned.ops if op.axis]
+    parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
+    momenta = [training.optimizer.state[p]["momentum_buffer"] for p in parameters]
+    tensors = {"parameters": parameters, "gradients": [p.grad for p in parameters], "optimizer": momenta}
+    assert planned.memory == {name: sum(map(_local_bytes, held)) for name, held in tensors.items()}
+
+
+def _local_bytes(tensor) -> int:
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes
+
+
+# --- real runs ------------------------------------------------------------------------------------------------------
+
+
+def finished(spec: Spec, launcher: Launcher, runs_dir) -> dict:
+    result = start(spec, runs_dir=runs_dir, launcher=launcher).result(timeout=120)
+    assert result["status"] == "finished", result["error"]
+    return result
+
+
+def holds(result: dict) -> None:
+    assert result["parity"]["ok"], result["parity"]
+    assert result["parity"]["steps"] == 3
+    conformance = result["conformance"]
+    assert conformance["ok"], conformance["first_difference"]
+    assert conformance["planned"] == conformance["measured"] == conformance["matched"] > 0
+    assert conformance["steps"] == result["total_steps"] == result["steps"]
+    assert result["validation_accuracy"] is not None
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+@pytest.mark.parametrize("mode", ["tensor", "sequence"])
+def test_a_transformer_equals_one_device_and_does_what_was_planned(mode, devices, launcher, runs_dir):
+    holds(finished(Spec(mode=mode, devices=devices, **SMALL, **SHORT), launcher, runs_dir))
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("mode", ["tensor", "sequence"])
+def test_a_transformer_under_adamw(mode, launcher, runs_dir):
+    holds(finished(Spec(mode=mode, devices=2, **SMALL, **SHORT, optimizer="adamw"), launcher, runs_dir))
+
+
+@pytest.mark.real
+def test_eight_ranks(launcher, runs_dir):
+    settings = SMALL | {"hidden": 32, "heads": 8, "layers": 1}
+    holds(finished(Spec(mode="sequence", devices=8, **settings, **SHORT), launcher, runs_dir))
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("devices", "settings"),
+    [
+        (2, {"model": "cnn"}),
+        (4, {"model": "cnn"}),
+        (2, {"model": "mlp", "layers": 1, "hidden": 8}),
+        (3, {"model": "mlp", "layers": 3, "hidden": 24}),
+        (4, {"model": "mlp", "layers": 4, "hidden": 16}),
+    ],
+)
+def test_linear_layers_in_pairs(devices, settings, launcher, runs_dir):
+    holds(finished(Spec(mode="tensor", devices=devices, **settings, **SHORT), launcher, runs_dir))
+
+
+@pytest.mark.real
+def test_a_collective_is_named_by_what_was_called(launcher, runs_dir):
+    """gloo carries out a reduce-scatter as an all-reduce of the same tensor; only the call knows."""
+    result = finished(Spec(mode="sequence", devices=2, **SMALL, **SHORT), launcher, runs_dir)
+    timeline = Timeline.load(runs_dir / result["run_id"] / "timeline.parquet").step(3)
+    kinds = timeline["kind"][(timeline["rank"] == 1) & (timeline["lane"] == "tp")].tolist()
+    assert {kind: kinds.count(kind) for kind in kinds} == {
+        "all_gather": 4 * LAYERS + 2, "reduce_scatter": 4 * LAYERS, "all_reduce": 2 * LAYERS,
+    }  # fmt: skip
+
+
+@pytest.mark.real
+def test_compute_does_not_count_the_time_in_which_a_rank_waits(launcher, runs_dir):
+    result = finished(Spec(mode="tensor", devices=2, **SMALL, **SHORT), launcher, runs_dir)
+    timeline = Timeline.load(runs_dir / result["run_id"] / "timeline.parquet").step(3)
+    spans = sorted((s for s in timeline.spans() if s.rank == 0), key=lambda s: s.start)
+    moves, computes = ([s for s in spans if s.lane == lane] for lane in ("tp", "compute"))
+    both = sum(max(0.0, min(c.end, m.end) - max(c.start, m.start)) for c in computes for m in moves)
+    assert both < 0.1 * sum(m.end - m.start for m in moves)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("mode", ["tensor", "sequence"])
+def test_a_wrong_gradient_on_one_rank_is_seen(mode, launcher, runs_dir):
+    """The negative control of parity, where no rank holds all of a gradient."""
+    spec = Spec(mode=mode, devices=2, fault="gradient@1:2", **SMALL, **SHORT)
+    parity = finished(spec, launcher, runs_dir)["parity"]
+    assert parity["ok"] is False
+    assert parity["grad_max_rel_diff"] == pytest.approx(0.5, abs=1e-2)
