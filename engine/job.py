@@ -24,10 +24,14 @@ MODE_SETTINGS = {
     "single": {},
     "data_parallel": {},
     "ddp": {"bucket_mb": 25.0},
+    "zero1": {"bucket_mb": 25.0},
+    "zero2": {},
+    "fsdp": {},
+    "hsdp": {"dp": None, "fsdp": None},
     "layer_split": {"split": None},
     "pipeline": {"microbatches": None, "schedule": "1f1b", "split": None},
 }
-DATA_MODES = ("data_parallel", "ddp")  # split the batch over devices
+DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp")  # split the batch over devices
 ONE_PROCESS_MODES = ("single", "data_parallel")
 STAGE_MODES = ("layer_split", "pipeline")  # split the layers over devices
 LEARNING_RATES = {"sgd": 0.05, "adamw": 0.002}
@@ -169,6 +173,8 @@ def _check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
         raise SpecError(
             "devices_of_mode", "devices", spec.devices, suggest=[1], mode="single", wanted="exactly 1 device"
         )
+    if spec.mode == "hsdp":
+        return _check_degrees(spec)
     if spec.mode not in STAGE_MODES:
         return spec
     if spec.devices > len(layers):
@@ -183,6 +189,26 @@ def _check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
         raise SpecError("split_sum", "split", spec.split, suggest=[text], devices=spec.devices, layers=len(layers))
     if spec.mode == "pipeline":
         spec = _check_microbatches(spec)
+    return spec
+
+
+def _check_degrees(spec: Spec) -> Spec:
+    """Replicas times shards are the devices. Where neither is given, two replicas if they can be cut further."""
+    devices = spec.devices
+    divisors = [d for d in range(1, devices + 1) if devices % d == 0]
+    for name in ("fsdp", "dp"):
+        degree = getattr(spec, name)
+        if degree is not None and devices % degree:
+            raise SpecError("degree_divides", name, degree, suggest=nearest(divisors, degree), devices=devices)
+    if spec.dp is None and spec.fsdp is None:
+        spec = spec.with_(dp=2 if devices % 2 == 0 and devices > 2 else 1)
+    if spec.fsdp is None:
+        return spec.with_(fsdp=devices // spec.dp)
+    if spec.dp is None:
+        return spec.with_(dp=devices // spec.fsdp)
+    if spec.dp * spec.fsdp != devices:
+        good, given = [devices // spec.fsdp], {"other": "fsdp", "degree": spec.fsdp, "devices": devices}
+        raise SpecError("degrees_of_devices", "dp", spec.dp, suggest=good, **given)
     return spec
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from engine.job import Job
 from engine.real import models
 from engine.real.data import Batches
-from engine.real.training import Place, Training
+from engine.real.training import Place, Training, whole
 from engine.spec import Spec
 
 
@@ -43,7 +43,7 @@ class Parity:
         if step < self.steps:
             self.losses.append(loss)
             held = self.training.held().items()
-            self.gradients.append({name: p.grad.detach().cpu().clone() for name, p in held})
+            self.gradients.append({name: p.grad.detach().clone() for name, p in held})
 
     def compare(self) -> None:
         """Collective: every rank calls it after step `steps - 1`. Rank 0 writes parity.json."""
@@ -51,13 +51,12 @@ class Parity:
         if self.place.world_size > 1:
             dist.broadcast_object_list(reference)
         losses, gradients, parameters = reference[0]
-        held = {name: p.detach().cpu() for name, p in self.training.held().items()}
+        held = {name: whole(p) for name, p in self.training.held().items()}
+        mine_of = [{name: whole(gradient) for name, gradient in step.items()} for step in self.gradients]
         mine = {
             "held": sorted(held),
             "losses": self.losses,
-            "grad": max(
-                (relative(self.gradients[s][n], gradients[s][n]) for s in range(self.steps) for n in held), default=0
-            ),
+            "grad": max((relative(mine_of[s][n], gradients[s][n]) for s in range(self.steps) for n in held), default=0),
             "param": max((_largest(held[n] - parameters[n]) for n in held), default=0.0),
         }
         reports = [mine]

@@ -30,7 +30,7 @@ def holds(result: dict) -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
-@pytest.mark.parametrize("mode", ["data_parallel", "ddp", "layer_split", "pipeline"])
+@pytest.mark.parametrize("mode", ["data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "layer_split", "pipeline"])
 def test_every_mode_equals_one_device_and_does_what_was_planned(mode, devices, launcher, runs_dir):
     spec = Spec(mode=mode, devices=devices, model="cnn", global_batch=48, **SHORT)
     holds(finished(spec, launcher, runs_dir))
@@ -42,7 +42,7 @@ def test_one_device_equals_itself(launcher, runs_dir):
     assert result["parity"]["loss_max_abs_diff"] == result["parity"]["grad_max_rel_diff"] == 0.0
 
 
-@pytest.mark.parametrize("mode", ["data_parallel", "ddp", "layer_split", "pipeline"])
+@pytest.mark.parametrize("mode", ["data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "layer_split", "pipeline"])
 def test_a_transformer_under_adamw(mode, launcher, runs_dir):
     sizes = {"layers": 2, "hidden": 32, "heads": 2, "context": 16}
     spec = Spec(mode=mode, devices=2, model="gpt", **sizes, optimizer="adamw", lr=1e-3, global_batch=16, **SHORT)

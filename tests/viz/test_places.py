@@ -5,6 +5,7 @@ import math
 import pytest
 
 from engine import modes
+from engine.job import DATA_MODES
 from engine.plan import Mesh, Op, Plan, Program
 from tests.viz.examples import TWO, predicted
 from viz.figures.moving import moving_picture
@@ -58,7 +59,7 @@ def test_stages_in_columns_and_their_replicas_in_rows():
 def test_boxes_lie_apart_and_on_the_stage(mode, devices):
     settings = {"model": "mlp", "layers": 16, "microbatches": 32} if mode == "pipeline" else {}
     settings |= {"model": "mlp", "layers": 16} if mode == "layer_split" else {}
-    if mode in ("ddp", "data_parallel"):
+    if mode in DATA_MODES:
         settings["global_batch"] = devices * 4
     plan, layers, _ = predicted(mode, devices, **settings)
     where = places(plan, [layer.name for layer in layers])
