@@ -83,6 +83,7 @@ def sharded(job: Job, mesh: Mesh, passes: list[Op], *, gathered: int) -> Plan:
         memory = chain.standing_memory(shards, job.spec) | {"parameters": padded, "gradients": padded}
         holds = tuple(i for i, layer in enumerate(shards) if layer.param_bytes)
         roles += [len(programs)] * len(run)
-        programs.append(Program(ops, holds, memory | {"gathered": gathered}))
+        shares = tuple(shards[i].param_bytes / job.layers[i].param_bytes for i in holds)
+        programs.append(Program(ops, holds, memory | {"gathered": gathered}, shares if ranks > 1 else ()))
     replicas = mesh.size // ranks
     return Plan(mesh, tuple(programs), tuple(roles) * replicas, tuple(layer.name for layer in job.layers))
