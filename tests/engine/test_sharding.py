@@ -185,3 +185,28 @@ def test_an_owner_of_nothing_broadcasts_one_number():
     sizes = [op.bytes for op in plan.program(7).ops if op.kind == "broadcast"]
     assert sizes == [4 * 784 * 256, 4 * 2560, 4 * 256, 4 * 10, 4, 4, 4, 4]
     assert plan.program(7).ops[-9].kind == "optimizer" and plan.program(7).ops[-9].flops == 0
+
+
+@pytest.mark.parametrize(("ranks", "rank"), [(3, 2), (8, 7), (16, 3), (48, 10)])
+def test_fully_shard_itself_keeps_those_rows(ranks, rank):
+    """PyTorch's own cut, on one rank of a world that does not exist."""
+    dist = pytest.importorskip("torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from engine.real import models
+
+    job = prepare(Spec(mode="fsdp", devices=ranks, model="cnn", global_batch=48))
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        chain = models.build(job)
+        for layer in chain.children():
+            fully_shard(layer, mesh=init_device_mesh("cpu", (ranks,)))
+        kept = {name: tuple(p.to_local().shape) for name, p in chain.named_parameters()}
+        padded = sum(p.to_local().untyped_storage().nbytes() for p in chain.parameters())
+    finally:
+        dist.destroy_process_group()
+    shards = [shard(layer, ranks, rank) for layer in job.layers]
+    assert kept == {f"{layer.name}.{name}": shape for layer in shards for name, shape in layer.params}
+    assert padded == modes.plan(job).program(rank).memory["parameters"]

@@ -89,6 +89,34 @@ def test_a_device_shows_which_layers_it_holds():
     assert [box.stages for box in where.boxes] == [(0,), (1,)]
 
 
+def test_shards_of_a_layer_lie_side_by_side_and_add_up_to_it():
+    """Ten rows of the last layer on four ranks: three, three, three and one; other layers are cut evenly."""
+    plan, layers, _ = predicted("fsdp", 4, model="mlp")
+    cells = [box.cells for box in places(plan, [layer.name for layer in layers]).boxes]
+    for i, shares in enumerate([(0.25,) * 4, (0.25,) * 4, (0.3, 0.3, 0.3, 0.1)]):
+        end = 0.0
+        for rank, share in enumerate(shares):
+            cell = cells[rank][i]
+            left, right = ((x - cell.x0) / (cell.x1 - cell.x0) for x in cell.kept)
+            assert (left, right) == pytest.approx((end, end + share))
+            end = right
+        assert end == pytest.approx(1.0)
+
+
+def test_a_layer_that_is_whole_fills_its_cell_and_one_that_is_absent_none_of_it():
+    first, second = places(TWO, ["a", "b"]).boxes[0].cells
+    assert first.kept == (first.x0, first.x1)
+    assert second.kept == (second.x0, second.x0)
+
+
+def test_replicas_stand_below_each_other_and_their_shards_in_columns():
+    plan, layers, _ = predicted("hsdp", 8)
+    boxes = places(plan, [layer.name for layer in layers]).boxes
+    assert len({box.y0 for box in boxes[:4]}) == len({box.y0 for box in boxes[4:]}) == 1
+    assert boxes[0].y0 > boxes[4].y0
+    assert [box.x0 for box in boxes[:4]] == [box.x0 for box in boxes[4:]]
+
+
 def test_a_hundred_layers_share_cells_without_losing_one():
     plan = Plan(Mesh(("dp",), (1,)), (Program((), (99,)),), (0,))
     cells = places(plan, [f"l{i}" for i in range(100)]).boxes[0].cells
