@@ -1,12 +1,14 @@
-"""Fixtures that many tests share: a folder for runs, and one warm launcher for all real runs."""
+"""Fixtures that many tests share: a folder for runs, one warm launcher for all real runs, one browser."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bench.figures import ARGUMENTS, find_browser
 from engine.launch import Launcher
 
 
@@ -24,3 +26,16 @@ def launcher() -> Iterator[Launcher]:
     with Launcher() as launcher:
         launcher.warm()
         yield launcher
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """The system's Chromium: one for the session, since Playwright allows no second one in a process."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    path = find_browser()
+    if path is None:
+        pytest.skip("no Chromium (install chromium for the browser tests)")
+    with playwright.sync_playwright() as player:
+        opened = player.chromium.launch(executable_path=path, args=ARGUMENTS)
+        yield opened
+        opened.close()

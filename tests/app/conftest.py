@@ -4,7 +4,6 @@ server with a real browser.
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
 import sys
@@ -140,17 +139,9 @@ def _wait_until_healthy(address: str, process: subprocess.Popen) -> None:
 
 
 @pytest.fixture(scope="session")
-def chromium() -> Iterator[Any]:
-    """The system's Chromium, once for the session, with one cache; each tab is a Streamlit session of its own."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if path is None:
-        pytest.skip("no Chromium on this machine")
-    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-    with playwright.sync_playwright() as player:
-        browser = player.chromium.launch(executable_path=path, args=flags)
-        yield browser.new_context(viewport={"width": 1400, "height": 900})
-        browser.close()
+def chromium(browser: Any) -> Any:
+    """One cache for the session; each tab is a Streamlit session of its own."""
+    return browser.new_context(viewport={"width": 1400, "height": 900})
 
 
 class Tab:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
+from engine import archive
+from engine.finish import finish
+from engine.job import prepare_real
 from engine.launch import Launcher, start
 from engine.spec import Spec
 from engine.timeline import Timeline
@@ -168,3 +174,15 @@ def test_many_runs_leave_nothing_hanging(launcher, runs_dir):
     spec = Spec(mode="ddp", devices=4, model="mlp", layers=1, hidden=16, steps=1, parity_steps=1, device="cpu")
     for _ in range(10):
         assert start(spec, runs_dir=runs_dir, launcher=launcher).result(timeout=60)["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_the_same_worker_runs_under_torchrun(runs_dir):
+    """Any program that sets RANK, WORLD_SIZE and MASTER_ADDR can start it: the way to more than one machine."""
+    run_dir = archive.new_run(runs_dir, prepare_real(Spec(mode="ddp", devices=2, model="mlp", **SHORT)))
+    words = "-m torch.distributed.run --standalone --nproc-per-node 2 -m engine.real.worker".split()
+    done = subprocess.run(
+        [sys.executable, *words, str(run_dir)], cwd=archive.RUNS.parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    holds(finish(run_dir, "finished"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.figures import ARGUMENTS, find_browser, frames_per_second, open_page, pipeline_payload
+from bench.figures import frames_per_second, open_page, pipeline_payload
 from engine import modes
 from engine.cost.machine import machine
 from engine.job import prepare
@@ -19,11 +19,6 @@ from viz.figures.moving import moving_picture
 from viz.figures.picture import picture_info
 from viz.locales import text
 
-BROWSER = find_browser()
-needs_browser = [
-    pytest.mark.browser,
-    pytest.mark.skipif(BROWSER is None, reason="no Chromium (install chromium for the browser tests)"),
-]
 ROOT = ".lockstep-player"
 MOUNT = """(payload) => {
   document.querySelector(".lockstep-player")?.player.destroy();
@@ -48,14 +43,12 @@ def payload_of(mode="pipeline", devices=4, machine_name="unit", language="en", *
 
 
 @pytest.fixture(scope="module")
-def page():
+def page(browser):
     """One page for all tests: most of a second page's time would go to reading plotly.js."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
-        yield open_page(browser, payload_of(), Path(folder))
-        browser.close()
+    with tempfile.TemporaryDirectory() as folder:
+        opened = open_page(browser, payload_of(), Path(folder))
+        yield opened
+        opened.close()
 
 
 @pytest.fixture
@@ -100,7 +93,7 @@ def seek(page, share):
 
 
 class TestPlayer:
-    pytestmark = needs_browser
+    pytestmark = pytest.mark.browser
 
     def test_it_plays_pauses_and_stops_at_the_end(self, show):
         page = show(payload_of())
