@@ -24,13 +24,17 @@ MODE_SETTINGS = {
     "single": {},
     "data_parallel": {},
     "ddp": {"bucket_mb": 25.0},
+    "zero1": {"bucket_mb": 25.0},
+    "zero2": {},
+    "fsdp": {},
+    "hsdp": {"dp": None, "fsdp": None},
     "layer_split": {"split": None},
     "pipeline": {"microbatches": None, "schedule": "1f1b", "split": None},
     "tensor": {},
     "sequence": {},
 }
 MODE_MODELS = {"sequence": ("gpt",)}  # a mode that is not named takes every model
-DATA_MODES = ("data_parallel", "ddp")  # split the batch over devices
+DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp")  # split the batch over devices
 ONE_PROCESS_MODES = ("single", "data_parallel")
 STAGE_MODES = ("layer_split", "pipeline")  # split the layers over devices
 TENSOR_MODES = ("tensor", "sequence")  # split each layer over devices
@@ -179,6 +183,8 @@ def _check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
         raise SpecError("model_of_mode", "model", spec.model, suggest=models, mode=spec.mode)
     if spec.mode in TENSOR_MODES:
         _check_shards(spec, layers)
+    if spec.mode == "hsdp":
+        return _check_degrees(spec)
     if spec.mode not in STAGE_MODES:
         return spec
     if spec.devices > len(layers):
@@ -207,6 +213,26 @@ def _check_shards(spec: Spec, layers: tuple[Layer, ...]) -> None:
         good = nearest([d for d in range(1, shared + 1) if shared % d == 0], spec.devices, 8)
         what = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise SpecError("devices_divide", "devices", spec.devices, suggest=good, model=spec.model, sizes=what)
+
+
+def _check_degrees(spec: Spec) -> Spec:
+    """Replicas times shards are the devices. Where neither is given, two replicas if they can be cut further."""
+    devices = spec.devices
+    divisors = [d for d in range(1, devices + 1) if devices % d == 0]
+    for name in ("fsdp", "dp"):
+        degree = getattr(spec, name)
+        if degree is not None and devices % degree:
+            raise SpecError("degree_divides", name, degree, suggest=nearest(divisors, degree), devices=devices)
+    if spec.dp is None and spec.fsdp is None:
+        spec = spec.with_(dp=2 if devices % 2 == 0 and devices > 2 else 1)
+    if spec.fsdp is None:
+        return spec.with_(fsdp=devices // spec.dp)
+    if spec.dp is None:
+        return spec.with_(dp=devices // spec.fsdp)
+    if spec.dp * spec.fsdp != devices:
+        good, given = [devices // spec.fsdp], {"other": "fsdp", "degree": spec.fsdp, "devices": devices}
+        raise SpecError("degrees_of_devices", "dp", spec.dp, suggest=good, **given)
+    return spec
 
 
 def _check_microbatches(spec: Spec) -> Spec:

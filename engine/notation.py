@@ -27,6 +27,7 @@ from engine.plan import AXES, KINDS, PAYLOADS, Mesh, Op, Plan, Program
 from engine.spec import closest
 
 SIZES = ("flops", "bytes", "saved")
+SHARE = re.compile(r"\d(\.\d+)?(e-\d+)?")
 TOKEN = re.compile(r'(?:[^\s"]|"(?:[^"\\]|\\.)*")+')  # up to the next space that is not in quotes
 PLAIN = re.compile(r"[^\W\d][\w.\-]*")  # what needs no quotes, unless it means something else
 WHOLE = re.compile(r"[0-9]{1,18}")  # what fits in the 64 bits of a column
@@ -56,6 +57,7 @@ def format_plan(plan: Plan) -> str:
         words += ["ranks", _ranges(ranks[role])] if ranks[role] else []
         words += ["holds", _ranges(program.holds)] if program.holds else []
         words += ["memory", *(f"{_name(k)}={v}" for k, v in program.memory.items())] if program.memory else []
+        words += ["shares", *map(repr, program.shares)] if program.shares else []
         lines.append(" ".join(words))
         lines += map(format_op, program.ops)
     return "\n".join(lines) + "\n"
@@ -99,11 +101,11 @@ def parse_plan(text: str) -> Plan:
             elif words[0] == "layers":
                 layers = tuple(map(_unquoted, words[1:]))
             elif words[0] == "role":
-                ranks, holds, memory = _parse_role(words[1:], len(roles))
+                ranks, *rest = _parse_role(words[1:], len(roles))
                 if again := sorted(played.keys() & set(ranks)):
                     raise _Wrong(f"rank {again[0]} plays role {played[again[0]]} already")
                 played |= dict.fromkeys(ranks, len(roles))
-                roles.append(([], holds, memory))
+                roles.append(([], rest))
             elif not roles:
                 raise _Wrong("an op stands below the line of its role, as in `role 0: ranks 0`")
             else:
@@ -119,7 +121,7 @@ def parse_plan(text: str) -> Plan:
             text.split("\n")[mesh_line - 1],
             f"each rank of the mesh plays one role, and no other does; not so: {odd}",
         )
-    programs = tuple(Program(tuple(ops), holds, memory) for ops, holds, memory in roles)
+    programs = tuple(Program(tuple(ops), *rest) for ops, rest in roles)
     return Plan(mesh, programs, tuple(played[rank] for rank in range(mesh.size)), layers or ())
 
 
@@ -147,13 +149,13 @@ def _parse_mesh(words: list[str]) -> Mesh:
     return Mesh(tuple(degrees), tuple(degrees.values()))
 
 
-def _parse_role(words: list[str], number: int) -> tuple[list[int], tuple[int, ...], dict[str, int]]:
-    """(ranks, holds, memory) of `0: ranks 0-3 holds 0,1 memory parameters=400`"""
+def _parse_role(words: list[str], number: int) -> tuple[list[int], tuple[int, ...], dict[str, int], tuple[float, ...]]:
+    """(ranks, holds, memory, shares) of `0: ranks 0-3 holds 0,1 memory parameters=400 shares 0.5 0.25`"""
     if words[:1] != [f"{number}:"]:
         raise _Wrong(f"roles are numbered in order, this one is `role {number}:`")
-    ranks, holds, memory, place = [], (), {}, ""
+    ranks, holds, memory, shares, place = [], (), {}, (), ""
     for word in words[1:]:
-        if word in ("ranks", "holds", "memory"):
+        if word in ("ranks", "holds", "memory", "shares"):
             place = word
         elif place == "ranks":
             ranks += _parse_ranges(word)
@@ -162,9 +164,19 @@ def _parse_role(words: list[str], number: int) -> tuple[list[int], tuple[int, ..
         elif place == "memory":
             name, _, size = word.rpartition("=")
             memory[_unquoted(name)] = _whole(size)
+        elif place == "shares":
+            shares += (_share(word),)
         else:
-            raise _Wrong(f"{word} stands before any of `ranks`, `holds` and `memory`")
-    return ranks, holds, memory
+            raise _Wrong(f"{word} stands before any of `ranks`, `holds`, `memory` and `shares`")
+    if shares and len(shares) != len(holds):
+        raise _Wrong(f"{len(holds)} layers are held, and {len(shares)} shares given")
+    return ranks, holds, memory, shares
+
+
+def _share(word: str) -> float:
+    if SHARE.fullmatch(word) and 0 < float(word) <= 1:
+        return float(word)
+    raise _Wrong(f"{word} is not a share: the part of a layer that is held, above 0 and up to 1")
 
 
 def _parse_op(words: list[str]) -> Op:

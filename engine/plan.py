@@ -98,6 +98,7 @@ class Program:
     ops: tuple[Op, ...]
     holds: tuple[int, ...] = ()  # indices of the model's layers that this role holds
     memory: dict[str, int] = field(default_factory=dict)  # bytes by category that stay for the whole step
+    shares: tuple[float, ...] = ()  # of each layer in `holds`, the part that it holds; empty: each of them whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,9 @@ RULES = {
     "microbatches is {value}.",
     "split_sum": "split must give each of the {devices} stages at least one layer and add up to the model's {layers} "
     "layers; it is {value}.",
+    "degree_divides": "{setting} must divide the number of devices ({devices}); it is {value}.",
+    "degrees_of_devices": "{setting} times {other} ({degree}) must be the number of devices ({devices}); "
+    "{setting} is {value}.",
     "heads_divide": "heads must divide hidden ({hidden}); it is {value}.",
     "dataset_of_model": "The model {model} cannot learn from the dataset {value}.",
     "batch_too_large": "global-batch must not exceed the {samples} training samples of {dataset}; it is {value}.",
@@ -84,7 +87,19 @@ RULES = {
     "bad_run_id": "A run id is letters, digits, dashes and underscores; {value} is not.",
 }
 
-MODES = ("single", "data_parallel", "ddp", "layer_split", "pipeline", "tensor", "sequence")
+MODES = (
+    "single",
+    "data_parallel",
+    "ddp",
+    "zero1",
+    "zero2",
+    "fsdp",
+    "hsdp",
+    "layer_split",
+    "pipeline",
+    "tensor",
+    "sequence",
+)
 MODELS = ("cnn", "mlp", "gpt")
 DATASETS = ("digits", "text", "synthetic")
 SCHEDULES = ("gpipe", "1f1b")
@@ -118,6 +133,8 @@ class Spec:
     microbatches: int | None = _setting(None, "pieces a batch is cut into (pipeline)", low=1, high=65_536)
     schedule: str | None = _setting(None, "order of a pipeline's microbatches", choices=SCHEDULES)
     split: tuple[int, ...] | None = _setting(None, "layers of each stage, by hand: 2,1,1 (layer_split, pipeline)")
+    dp: int | None = _setting(None, "replicas of the model (hsdp)", low=1, high=MAX_DEVICES)
+    fsdp: int | None = _setting(None, "devices that share one replica (hsdp)", low=1, high=MAX_DEVICES)
     bucket_mb: float | None = _setting(None, "size of DDP's gradient buckets, in MiB", low=1e-6, high=65_536)
     optimizer: str = _setting("sgd", "the optimizer; sgd has momentum 0.9", choices=OPTIMIZERS)
     lr: float | None = _setting(None, "learning rate", low=0.0, high=1e3)

@@ -15,7 +15,19 @@ if TYPE_CHECKING:
     from engine.job import Job
     from engine.plan import Plan
 
-MODES = ("single", "data_parallel", "ddp", "layer_split", "pipeline", "tensor", "sequence")
+MODES = (
+    "single",
+    "data_parallel",
+    "ddp",
+    "zero1",
+    "zero2",
+    "fsdp",
+    "hsdp",
+    "layer_split",
+    "pipeline",
+    "tensor",
+    "sequence",
+)
 
 FIRST_STEADY_STEP = 2  # what a mode does differently at first (DDP finds its buckets), it has done by then
 

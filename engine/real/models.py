@@ -11,6 +11,7 @@ from torch import nn
 from engine.job import Job
 from engine.real.recorder import Pass, Recorder
 from engine.shapes import Layer
+from engine.spec import Spec
 
 
 class Conv(nn.Conv2d):
@@ -180,6 +181,12 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def make_optimizer(job: Job, parameters) -> torch.optim.Optimizer:
-    if job.spec.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=job.spec.lr, momentum=0.9)
-    return torch.optim.AdamW(parameters, lr=job.spec.lr)
+    kind, settings = optimizer_of(job.spec)
+    return kind(parameters, **settings)
+
+
+def optimizer_of(spec: Spec) -> tuple[type[torch.optim.Optimizer], dict[str, float]]:
+    """PyTorch's class, and its settings."""
+    if spec.optimizer == "sgd":
+        return torch.optim.SGD, {"lr": spec.lr, "momentum": 0.9}
+    return torch.optim.AdamW, {"lr": spec.lr}

@@ -43,21 +43,28 @@ class Event(NamedTuple):
     start: int  # ns
     end: int  # ns
     bytes: int
+    inside: tuple[str, ...] = ()  # PyTorch's own marks around its start, outermost first
 
 
 class Recorder:
     """Spans of one process, appended to `path` at the end of a window. With `enabled` false, nothing is kept.
 
     `label(kind)` is the mode's word on what its collectives are: all_reduce -> (axis dp, payload gradient).
-    Messages are labelled by `message`, which the code that issues them calls in the order in which it issues them,
-    and so are collectives that are announced by `collective`. Where those are waited for, the compute of a layer is
-    cut, and `parts(kind, layer)` names its pieces in order.
+    A mode whose collectives are told apart by PyTorch's own marks around them gives `identify(event)` -> (kind, axis,
+    payload, part). Messages are labelled by `message`, which the code that issues them calls in the order in which it
+    issues them, and so are collectives that are announced by `collective`. Where those are waited for, the compute of a
+    layer is cut, and `parts(kind, layer)` names its pieces in order.
     """
 
     def __init__(self, path: Path, rank: int, origin: int, *, enabled: bool = True):
         self.path, self.rank, self.origin, self.enabled = path, rank, origin, enabled
         self.label: Callable[[str], tuple[str, str]] = lambda kind: ("dp", "gradient")
         self.parts: Callable[[str, str], tuple[str, ...]] = lambda kind, layer: (layer,)
+        self.identify: Callable[[Event], tuple[str, str, str, str]] = lambda event: (
+            event.kind,
+            *self.label(event.kind),
+            "",
+        )
         self.recording = False
         self.doing = ""  # in words, for the report of an error
         self._profiling = False
@@ -159,7 +166,7 @@ class Recorder:
             return
         seen = _disable_profiler().events()
         self._profiling = False
-        events = sorted((e for e in map(_communication, seen) if e), key=lambda e: e.start)
+        events = communications(seen)
         with self.path.open("a", encoding="utf-8") as file:
             file.writelines(self._line(span) for span in (*self._marks, *self._label(events)))
         self._steps.clear()
@@ -191,8 +198,8 @@ class Recorder:
                 elif op := _taken(called, event):
                     yield Span(self.rank, op.axis, op.kind, *where, NONE, NONE, "", op.payload, op.axis, NONE, op.bytes)
                 else:
-                    axis, payload = self.label(event.kind)
-                    yield Span(self.rank, axis, event.kind, *where, NONE, NONE, "", payload, axis, NONE, event.bytes)
+                    kind, axis, payload, part = self.identify(event)
+                    yield Span(self.rank, axis, kind, *where, NONE, NONE, part, payload, axis, NONE, event.bytes)
 
 
 def _taken(called: list[Op], event: Event) -> Op | None:
@@ -214,6 +221,7 @@ class Pass:
         self.recorder, self.where = recorder, {"stage": stage, "microbatch": 0, "rank": rank}
         self.forward: dict[str, list[int]] = {}  # layer: begin, end (ns)
         self.gradients: dict[str, int] = {}  # layer, or "input": when the gradient of its output became known
+        self.own_ends: dict[str, int] = {}  # layer: when its backward ended, where something else follows it
         self.backward_began = self.backward_ended = 0
         self.waits: list[tuple[int, int]] = []  # from a collective's call to its result (ns), in order
         self.layer = ""
@@ -236,6 +244,9 @@ class Pass:
     def gradient_of(self, layer: str) -> None:
         self.gradients[layer] = self.recorder.now()
 
+    def end_backward_of(self, layer: str) -> None:
+        self.own_ends[layer] = self.recorder.now()
+
     def collect(self) -> None:
         layers = list(self.forward)
         for layer, (start, end) in self.forward.items():
@@ -245,6 +256,8 @@ class Pass:
         start = self.backward_began
         for layer, before in zip(reversed(layers), [*reversed(layers[:-1]), "input"], strict=True):
             end = self.gradients.get(before, self.backward_ended)
+            if layer in self.own_ends:  # it begins when its gradient is there, and waits before and after are not its
+                start, end = self.gradients[layer], self.own_ends[layer]
             self._mark("backward", layer, start, end)
             start = end
 
@@ -255,6 +268,21 @@ class Pass:
         begins, ends = [start, *(w[1] for w in waits)], [*(w[0] for w in waits), end]
         for i, (begin, stop) in enumerate(zip(begins, ends, strict=True)):
             self.recorder.mark(kind, begin, stop, part=names[i] if i < len(names) else layer, **self.where)
+
+
+def communications(seen: list) -> list[Event]:
+    """The profiler's events -> its communications by start, each with the names of the marks that were open then."""
+    found: list[Event] = []
+    marks: list[tuple[int, str]] = []  # end, name
+    for one in sorted(seen, key=lambda e: e.start_ns()):
+        start = one.start_ns()
+        marks = [mark for mark in marks if mark[0] >= start]
+        event = _communication(one)
+        if event is None:
+            marks.append((start + one.duration_ns(), one.name()))
+        else:
+            found.append(event._replace(inside=tuple(name for _, name in marks)))
+    return found
 
 
 def _communication(event) -> Event | None:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from engine.job import Job
@@ -35,18 +36,30 @@ class Training(Protocol):
         samples, or None where no loss is computed."""
 
     def held(self) -> dict[str, nn.Parameter]:
-        """The parameters that this rank holds, by their name in the whole model; DTensors where it holds a shard."""
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor on the CPU. Where ranks hold shards of it, they gather them: all must call this together."""
-    full = tensor.detach()
-    return (full.full_tensor() if isinstance(full, DTensor) else full).cpu()
+        """The parameters that this rank holds, or holds a shard of, by their name in the whole model."""
 
 
 def update(training: Training, recorder: Recorder) -> None:
-    with recorder.span("optimizer"):
-        training.optimizer.step()
+    recorder.doing = "optimizer"
+    training.optimizer.step()
+
+
+def mark_updates(optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
+    """Mark what this rank computes in an update: of a ZeroRedundancyOptimizer its own part, not the broadcasts."""
+    own = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    began = 0
+
+    def begin(*_) -> None:
+        nonlocal began
+        began = recorder.now()
+
+    own.register_step_pre_hook(begin)
+    own.register_step_post_hook(lambda *_: recorder.mark("optimizer", began, recorder.now()))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU of the whole tensor; collective where it is sharded."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
 class LocalTraining:

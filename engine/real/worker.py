@@ -24,7 +24,7 @@ from engine.real import models
 from engine.real.data import Batches
 from engine.real.parity import Parity
 from engine.real.recorder import Recorder
-from engine.real.training import Place, Training, update, whole
+from engine.real.training import Place, Training, mark_updates, update, whole
 from engine.spec import Fault, Spec, parse_fault
 
 # A peer that says nothing for this long is taken for lost: a hang becomes an error that names the operation.
@@ -50,6 +50,7 @@ def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") 
     step = -1
     try:
         training = modes.run(job.spec.mode).training(job, place)
+        mark_updates(training.optimizer, recorder)
         parity = Parity(job, place, training)
         with (folder / f"rank{rank}.steps.jsonl").open("a", encoding="utf-8") as steps:
             for step in range(job.steps):

@@ -14,6 +14,7 @@ import pytest
 
 from engine import __main__ as command_line
 from engine import archive
+from engine.spec import MODES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,7 +64,7 @@ def test_modes_lists_every_lesson(capsys):
     status, out, _ = call(capsys, "modes", "--json")
     lessons = json.loads(out)["modes"]
     assert status == 0
-    assert list(lessons) == ["single", "data_parallel", "ddp", "layer_split", "pipeline", "tensor", "sequence"]
+    assert tuple(lessons) == MODES
     assert all(lesson["title"] and lesson["steps"] and lesson["limits"] for lesson in lessons.values())
 
 

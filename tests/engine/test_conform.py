@@ -34,7 +34,10 @@ def verdict(job: Job, spans: list[Span]) -> dict:
     return conform(spans, lambda step: modes.plan(job, step), range(STEPS))[0]
 
 
-@pytest.mark.parametrize("mode", ["data_parallel", "ddp", "layer_split", "pipeline", "tensor"])
+@pytest.mark.parametrize(
+    "mode",
+    ["data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "layer_split", "pipeline", "tensor"],
+)
 def test_a_run_that_does_what_was_planned_conforms(mode):
     job = job_of(mode)
     spans = as_measured(job)

@@ -148,7 +148,10 @@ def test_an_empty_timeline_is_a_trace_without_spans(world_size):
     assert trace["otherData"] == {"source": "measured", "world_size": world_size}
 
 
-@pytest.mark.parametrize("mode", ["data_parallel", "ddp", "layer_split", "pipeline", "tensor"])
+@pytest.mark.parametrize(
+    "mode",
+    ["data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "layer_split", "pipeline", "tensor"],
+)
 def test_the_trace_of_every_mode_is_strict_json(mode):
     def refuse(constant):
         raise AssertionError(constant)

@@ -36,7 +36,7 @@ def holds(result: dict) -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
-@pytest.mark.parametrize("mode", ["data_parallel", "ddp", "layer_split", "pipeline"])
+@pytest.mark.parametrize("mode", ["data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "layer_split", "pipeline"])
 def test_every_mode_equals_one_device_and_does_what_was_planned(mode, devices, launcher, runs_dir):
     spec = Spec(mode=mode, devices=devices, model="cnn", global_batch=48, **SHORT)
     holds(finished(spec, launcher, runs_dir))
@@ -48,7 +48,7 @@ def test_one_device_equals_itself(launcher, runs_dir):
     assert result["parity"]["loss_max_abs_diff"] == result["parity"]["grad_max_rel_diff"] == 0.0
 
 
-@pytest.mark.parametrize("mode", ["data_parallel", "ddp", "layer_split", "pipeline"])
+@pytest.mark.parametrize("mode", ["data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "layer_split", "pipeline"])
 def test_a_transformer_under_adamw(mode, launcher, runs_dir):
     sizes = {"layers": 2, "hidden": 32, "heads": 2, "context": 16}
     spec = Spec(mode=mode, devices=2, model="gpt", **sizes, optimizer="adamw", lr=1e-3, global_batch=16, **SHORT)
@@ -87,6 +87,40 @@ def test_a_wrong_gradient_on_one_rank_is_seen(launcher, runs_dir):
     assert parity["ok"] is False
     assert parity["grad_max_rel_diff"] == pytest.approx(0.5, abs=1e-3)
     assert "grad_max_rel_diff" in parity["reason"]
+
+
+@pytest.mark.parametrize("mode", ["zero1", "zero2", "fsdp", "hsdp"])
+def test_eight_ranks_share_a_model_of_uneven_rows(mode, launcher, runs_dir):
+    """Ten output rows on eight ranks: five keep two, three none; of 4 parameters, four ranks own none."""
+    spec = Spec(mode=mode, devices=8, model="mlp", layers=1, hidden=12, global_batch=48, **SHORT)
+    holds(finished(spec, launcher, runs_dir))
+
+
+@pytest.mark.parametrize(("dp", "fsdp"), [(1, 4), (2, 2), (4, 1)])
+def test_replicas_of_shards_on_every_mesh_of_four(dp, fsdp, launcher, runs_dir):
+    holds(finished(Spec(mode="hsdp", devices=4, dp=dp, fsdp=fsdp, model="mlp", **SHORT), launcher, runs_dir))
+
+
+def test_a_wrong_shard_of_a_gradient_is_seen_in_the_whole(launcher, runs_dir):
+    """The negative control where gradients are shards: one rank's shard is scaled by 1.5."""
+    spec = Spec(mode="fsdp", devices=2, model="mlp", fault="gradient@1:2", **SHORT)
+    parity = finished(spec, launcher, runs_dir)["parity"]
+    assert parity["ok"] is False
+    assert 0.1 < parity["grad_max_rel_diff"] <= 0.5 + 1e-3  # the largest entry may lie in the other shard
+
+
+def test_a_gathered_layer_computes_outside_of_its_gather(launcher, runs_dir):
+    """Compute spans leave out every wait: on a rank nothing that it communicates overlaps what it computes, since
+    gloo's collectives are waited for on the spot."""
+    spec = Spec(mode="fsdp", devices=2, model="mlp", **SHORT)
+    result = finished(spec, launcher, runs_dir)
+    timeline = Timeline.load(runs_dir / result["run_id"] / "timeline.parquet").step(3)
+    for rank in range(2):
+        spans = sorted((s for s in timeline.spans() if s.rank == rank), key=lambda s: s.start)
+        assert [s.part for s in spans if s.kind == "all_gather"] == ["fc1", "fc2", "out", "out", "fc2", "fc1"]
+        gathers = [s for s in spans if s.lane == "fsdp"]
+        for compute in (s for s in spans if s.kind in ("forward", "backward")):
+            assert not any(g.start < compute.start < g.end or compute.start < g.start < compute.end for g in gathers)
 
 
 def test_a_message_goes_on_when_its_sender_sends(launcher, runs_dir):

@@ -60,6 +60,10 @@ NAMES = [
 JOINED = [
     ({"devices": "3"}, "batch_by_devices", "global_batch"),
     ({"mode": "data_parallel", "devices": "7"}, "batch_by_devices", "global_batch"),
+    ({"mode": "fsdp", "devices": "7"}, "batch_by_devices", "global_batch"),
+    ({"mode": "hsdp", "devices": "4", "fsdp": "3"}, "degree_divides", "fsdp"),
+    ({"mode": "hsdp", "devices": "8", "dp": "5"}, "degree_divides", "dp"),
+    ({"mode": "hsdp", "devices": "8", "dp": "4", "fsdp": "4"}, "degrees_of_devices", "dp"),
     ({"devices": "100"}, "batch_by_devices", "global_batch"),
     ({"devices": "1000", "global-batch": "1400"}, "batch_by_devices", "global_batch"),
     ({"mode": "pipeline", "devices": "4", "microbatches": "5"}, "batch_by_microbatches", "microbatches"),
@@ -203,7 +207,7 @@ def test_every_rule_that_a_spec_can_break_is_among_the_cases():
 
 def settings_that_do_not_apply() -> list[tuple[str, str, str]]:
     values = {"layers": "3", "hidden": "64", "heads": "4", "context": "32", "bucket-mb": "1", "split": "2,2"}
-    values |= {"microbatches": "4", "schedule": "gpipe"}
+    values |= {"microbatches": "4", "schedule": "gpipe", "dp": "1", "fsdp": "1"}
     return [
         (mode, model, name)
         for mode in MODES

@@ -2,7 +2,7 @@
 
 from engine import modes
 from engine.cost.machine import machine
-from engine.job import prepare
+from engine.job import DATA_MODES, prepare
 from engine.plan import Mesh, Plan, Program
 from engine.simulate import simulate
 from engine.spec import Spec
@@ -10,7 +10,7 @@ from engine.timeline import Span
 
 
 def predicted(mode, devices, machine_name="local", **settings):
-    settings.setdefault("global_batch", 240 if mode in ("ddp", "data_parallel") else 64)
+    settings.setdefault("global_batch", 240 if mode in DATA_MODES else 64)
     job = prepare(Spec(mode=mode, devices=devices, **settings))
     simulation = simulate(modes.plan(job), machine(machine_name))
     return simulation.plan, job.layers, simulation.timeline

@@ -6,7 +6,7 @@ import pytest
 
 from engine.timeline import Span
 from tests.viz.examples import REPLICAS, TWO, all_reduce, compute, message, predicted
-from viz.figures.flights import Flight, bucket_of, flights, paths
+from viz.figures.flights import Flight, bucket_of, flights, paths, root_of
 from viz.figures.picture import picture_info
 from viz.figures.places import OUTSIDE
 
@@ -95,3 +95,9 @@ def test_the_numbers_of_flights_of_a_pipeline_have_a_closed_form():
     info = picture_info(plan, layers, timeline)
     count = {p: sum(f.payload == p for f in info.flights) for p in ("activation", "gradient", "batch")}
     assert count == {"activation": 24, "gradient": 24, "batch": 2}
+
+
+def test_an_owner_broadcasts_from_where_it_stands():
+    spans = [Span(rank, "dp", "broadcast", 0, 0.0, 1.0, -1, -1, "owner2", "weights", "dp", -1, 8) for rank in range(4)]
+    assert [f.path for f in flights(spans, REPLICAS, 1.0)] == [((2, 3), (3, 0), (0, 1))]
+    assert (root_of("owner12"), root_of("bucket3")) == (12, 0)

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from engine import modes
+from engine.job import DATA_MODES
 from engine.plan import Mesh, Op, Plan, Program
 from tests.viz.examples import TWO, predicted
 from viz.figures.moving import moving_picture
@@ -68,7 +69,7 @@ def test_boxes_lie_apart_and_on_the_stage(mode, devices):
     settings |= {"model": "mlp", "layers": 16} if mode == "layer_split" else {}
     if mode in ("tensor", "sequence"):
         settings = {"model": "gpt", "hidden": devices * 8, "heads": devices, "context": devices * 2}
-    if mode in ("ddp", "data_parallel"):
+    if mode in DATA_MODES:
         settings["global_batch"] = devices * 4
     plan, layers, _ = predicted(mode, devices, **settings)
     where = places(plan, [layer.name for layer in layers])
@@ -96,6 +97,34 @@ def test_a_device_shows_which_layers_it_holds():
     assert [cell.held for cell in where.boxes[1].cells] == [False, False, False, True]
     assert [cell.name for cell in where.boxes[0].cells] == ["conv1", "conv2", "fc1", "fc2"]
     assert [box.stages for box in where.boxes] == [(0,), (1,)]
+
+
+def test_shards_of_a_layer_lie_side_by_side_and_add_up_to_it():
+    """Ten rows of the last layer on four ranks: three, three, three and one; other layers are cut evenly."""
+    plan, layers, _ = predicted("fsdp", 4, model="mlp")
+    cells = [box.cells for box in places(plan, [layer.name for layer in layers]).boxes]
+    for i, shares in enumerate([(0.25,) * 4, (0.25,) * 4, (0.3, 0.3, 0.3, 0.1)]):
+        end = 0.0
+        for rank, share in enumerate(shares):
+            cell = cells[rank][i]
+            left, right = ((x - cell.x0) / (cell.x1 - cell.x0) for x in cell.kept)
+            assert (left, right) == pytest.approx((end, end + share))
+            end = right
+        assert end == pytest.approx(1.0)
+
+
+def test_a_layer_that_is_whole_fills_its_cell_and_one_that_is_absent_none_of_it():
+    first, second = places(TWO, ["a", "b"]).boxes[0].cells
+    assert first.kept == (first.x0, first.x1)
+    assert second.kept == (second.x0, second.x0)
+
+
+def test_replicas_stand_below_each_other_and_their_shards_in_columns():
+    plan, layers, _ = predicted("hsdp", 8)
+    boxes = places(plan, [layer.name for layer in layers]).boxes
+    assert len({box.y0 for box in boxes[:4]}) == len({box.y0 for box in boxes[4:]}) == 1
+    assert boxes[0].y0 > boxes[4].y0
+    assert [box.x0 for box in boxes[:4]] == [box.x0 for box in boxes[4:]]
 
 
 def test_a_hundred_layers_share_cells_without_losing_one():

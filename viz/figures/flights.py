@@ -91,9 +91,10 @@ def _collectives(spans: Sequence[Span], mesh: Mesh) -> list[Flight]:
         kinds[span.group].add(span.kind)
     found = []
     for (_, axis, group, _), members in calls.items():
-        ring = [rank for rank in group if rank in drawn]
-        start, stop = max(s.start for s in members), max(s.end for s in members)
         first = members[0]
+        root = root_of(first.part)
+        ring = [rank for rank in group[root:] + group[:root] if rank in drawn]
+        start, stop = max(s.start for s in members), max(s.end for s in members)
         for path in paths(first.kind, ring, rooted=is_rooted(kinds[axis])):
             found.append(Flight(start, stop, first.payload, bucket_of(first.part), path))
     return found
@@ -114,6 +115,12 @@ def paths(kind: str, ring: Sequence[int], *, rooted: bool) -> list[tuple[tuple[i
         return [tuple(hops[:-1])]
     rounds = 2 * (n - 1) if kind == "all_reduce" else n - 1
     return [tuple(hops[(i + k) % n] for k in range(rounds)) for i in range(n)]
+
+
+def root_of(part: str) -> int:
+    """The place in its group of the rank that a collective starts from: owner2 -> 2; else the first."""
+    found = re.fullmatch(r"owner(\d+)", part)
+    return int(found[1]) if found else 0
 
 
 def bucket_of(part: str) -> int:

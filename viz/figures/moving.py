@@ -79,7 +79,8 @@ def _box(box: Box, text: words.Text, staged: bool) -> dict[str, Any]:
         "name": text("figure.rank", rank=box.rank),
         "titles": _titles(box, text, staged),
         "memory": [round(x1 + 8, 1), round(y, 1), words.show_bytes(box.memory)],
-        "cells": [[round(v, 1) for v in cell[3:]] for cell in box.cells],
+        "cells": [[round(v, 1) for v in cell[3:7]] for cell in box.cells],
+        "kept": [[round(v, 1) for v in cell.kept] for cell in box.cells],
         "held": [int(cell.held) for cell in box.cells],
         "layers": [cell.name if named else "" for cell in box.cells],
     }

@@ -23,6 +23,7 @@ BOX_WIDTHS, BOX_SHARE = (56, 250), 0.64  # narrowest and widest; part of a colum
 MARGIN, GAP = 44, 58  # above and below all boxes, where batches enter; between two rows of boxes
 TITLE, FOOT, PAD = 34, 26, 10  # inside a box: above the cells, below them, at their sides
 CELL_HEIGHTS, MAX_COLUMN = (14, 26), 8  # of cells stacked in a column; more than these stand in one row
+SHARDING = ("fsdp",)  # mesh axes along which a layer is cut into shards
 LANE = 7  # how far each direction of a link lies from the middle
 
 
@@ -31,11 +32,12 @@ class Cell(NamedTuple):
 
     layers: tuple[int, int]
     name: str
-    held: bool
+    held: bool  # some of it
     x0: float
     x1: float
     y0: float
     y1: float
+    kept: tuple[float, float]  # from x to x: the part of the cell that stands for what the device holds of it
 
 
 class Box(NamedTuple):
@@ -86,7 +88,7 @@ def places(plan: Plan, layers: Sequence[str], memory: Sequence[int] | None = Non
         stages = sorted({op.stage for op in Ops.of(program.ops).templates if op.stage is not None})
         held = sum(program.memory.values()) if memory is None else memory[rank]
         inner = (x - wide / 2 + PAD, x + wide / 2 - PAD, y + FOOT, y + FOOT + zone)
-        cells = _cells(layers, set(program.holds), inner, stacked)
+        cells = _cells(layers, _held(plan, rank), inner, stacked)
         boxes.append(Box(rank, tuple(stages), held, x - wide / 2, x + wide / 2, y, y + high, cells))
     return Places(tuple(boxes), plan.world_size - len(ranks), height, tuple(sorted(graph.edges)))
 
@@ -145,6 +147,9 @@ def _spots(plan: Plan, drawn: int, rooted: bool) -> dict[int, tuple[int, int]]:
             spots[rank] = (column, seen[column])
             seen[column] += 1
         return spots
+    shards = plan.mesh.degree("fsdp")
+    if 1 < shards < plan.world_size and shards <= 8:  # a replica in each row, and equal shards below each other
+        return {rank: tuple(plan.mesh.coordinate(rank, axis) for axis in ("fsdp", "dp")) for rank in range(drawn)}
     if drawn <= (8 if stages > 1 or plan.mesh.degree("tp") > 1 else 2):
         return {rank: (rank, 0) for rank in range(drawn)}
     # Out along the top and back along the bottom; an odd one stands alone in the first column.
@@ -166,13 +171,31 @@ def grid(graph: nx.DiGraph) -> dict[int, tuple[float, float]]:
     return {n: (round((x - min(xs)) / unit, 6), round((y - min(ys)) / unit, 6)) for n, (x, y) in sorted(spots.items())}
 
 
-def _cells(layers: Sequence[str], holds: set[int], inner: tuple, stacked: bool) -> tuple[Cell, ...]:
+def _held(plan: Plan, rank: int) -> dict[int, tuple[float, float]]:
+    """Of each layer that a rank holds some of, the part of it, from 0 to 1: shards lie side by side in their group."""
+    program = plan.program(rank)
+    if not program.shares:
+        return dict.fromkeys(program.holds, (0.0, 1.0))
+    before = dict.fromkeys(program.holds, 0.0)
+    for axis in SHARDING:
+        for other in plan.mesh.group(rank, axis)[: plan.mesh.coordinate(rank, axis)] if axis in plan.mesh.axes else ():
+            for layer, share in zip(plan.program(other).holds, plan.program(other).shares, strict=True):
+                before[layer] = before.get(layer, 0.0) + share
+    return {
+        layer: (before[layer], min(1.0, before[layer] + share))
+        for layer, share in zip(program.holds, program.shares, strict=True)
+    }
+
+
+def _cells(
+    layers: Sequence[str], held: dict[int, tuple[float, float]], inner: tuple, stacked: bool
+) -> tuple[Cell, ...]:
     """The model from first to last layer: top to bottom when stacked, else left to right."""
     x0, x1, y0, y1 = inner
     count, cells = min(len(layers), MAX_CELLS), []
     for i in range(count):
         first, end = i * len(layers) // count, (i + 1) * len(layers) // count
-        held = any(layer in holds for layer in range(first, end))
+        parts = [held[layer] for layer in range(first, end) if layer in held]
         name = layers[first] if end == first + 1 else f"{layers[first]} – {layers[end - 1]}"
         if stacked:
             step = (y1 - y0) / count
@@ -180,7 +203,9 @@ def _cells(layers: Sequence[str], holds: set[int], inner: tuple, stacked: bool) 
         else:
             step = (x1 - x0) / count
             spot = (x0 + i * step, x0 + (i + 1) * step - min(3, step / 4), y0 + 4, y1)
-        cells.append(Cell((first, end), name, held, *spot))
+        left, right = spot[:2]
+        kept = [left + (right - left) * part for part in (parts[0] if parts else (0.0, 0.0))]
+        cells.append(Cell((first, end), name, bool(parts), *spot, (kept[0], kept[1])))
     return tuple(cells)
 
 

@@ -19,6 +19,7 @@ from viz.pages.state import FIELDS, Asked, act, param, write
 ROWS = (
     ("devices", "global_batch"),
     ("microbatches", "schedule"),
+    ("dp", "fsdp"),
     ("bucket_mb",),
     ("split",),
     ("model", "dataset"),

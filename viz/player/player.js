@@ -224,13 +224,13 @@ class Player {
     this.named = boxes.every(({ cells, layers }) => layers.every((name, i) => fits(cells[i], name))); // all or none
     this.room = this.words_.clientWidth;
     const digits = "8".repeat(Math.max(0, ...spans.label.map((i) => /\d*$/.exec(strings[i])[0].length))); // likewise
-    for (const { at: [x0, x1, , y1], titles, memory, cells, held, layers } of boxes) {
+    for (const { at: [x0, x1, , y1], titles, memory, cells, kept, layers } of boxes) {
       const wide = px(x1) - px(x0), title = fitting(titles, (wide - 20) / z, TITLE) ?? titles.at(-1);
       marks("text", { x: px(x0) + 10, y: py(y1) + (py(0) - py(18)), class: "ls-title" }, title);
       const used = memory[2];
       if (z * width(used, SMALL) < px(x1) - px(memory[0]) - 6) marks("text", { x: px(memory[0]), y: py(memory[1]), class: "ls-small" }, used);
       cells.forEach(([c0, c1, d0, d1], i) => {
-        if (this.named) marks("text", { x: (px(c0) + px(c1)) / 2, y: (py(d0) + py(d1)) / 2, class: held[i] ? "ls-layer ls-held" : "ls-layer" }, layers[i]);
+        if (this.named) marks("text", { x: (px(c0) + px(c1)) / 2, y: (py(d0) + py(d1)) / 2, class: kept[i][1] - kept[i][0] > (c1 - c0) / 2 ? "ls-layer ls-held" : "ls-layer" }, layers[i]);
       });
     }
     spans.t0.forEach((t0, i) => {
@@ -261,7 +261,7 @@ class Player {
       const [x0, y0, x1, y1] = this.payload.links[link];
       under("path", { d: `M${px(x0)},${py(y0)}L${px(x1)},${py(y1)}`, stroke: colour, "stroke-width": 6, opacity: 0.35 });
     }
-    boxes.forEach(({ at: [x0, x1, y0, y1], cells, held, layers }, b) => {
+    boxes.forEach(({ at: [x0, x1, y0, y1], cells, kept, held, layers }, b) => {
       const i = this.current(this.of[0][b], t), on = i < 0 ? 0 : Math.max(0, 1 - Math.max(0, t - spans.t1[i]) / fade);
       const active = i >= 0 && (t < spans.t1[i] || t === spans.t0[i]);
       const said = active ? i : this.talking(this.of[1][b], t);
@@ -274,8 +274,9 @@ class Player {
       over("path", { d, fill: colour, opacity: 0.13 * on, stroke: colour, "stroke-width": 2.5 });
       cells.forEach(([c0, c1, d0, d1], c) => {
         if (spans.cell[i] !== c && !(spans.cell[i] === -1 && held[c])) return;
-        over("path", { d: rounded(px(c0), px(c1), py(d1), py(d0), 2), fill: colour, opacity: on });
-        if (this.named) over("text", { x: (px(c0) + px(c1)) / 2, y: (py(d0) + py(d1)) / 2, fill: ink, opacity: on, class: "ls-lit" }, layers[c]);
+        const [k0, k1] = spans.cell[i] === c ? [c0, c1] : kept[c]; // a layer that computes is whole; what is updated, a shard
+        over("path", { d: rounded(px(k0), px(k1), py(d1), py(d0), 2), fill: colour, opacity: on });
+        if (this.named && k1 - k0 > (c1 - c0) / 2) over("text", { x: (px(c0) + px(c1)) / 2, y: (py(d0) + py(d1)) / 2, fill: ink, opacity: on, class: "ls-lit" }, layers[c]);
       });
       const pill = fitting(strings[spans.label[i]].split("\t"), (X1 - X0 - 8) / z, PILL), wide = pill && z * (width(pill, PILL) / 2 + 11);
       if (!pill) return;

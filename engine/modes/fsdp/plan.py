@@ -1,0 +1,89 @@
+"""A job under fully_shard -> its plan: every layer gathered before it computes, its gradients reduced to their shards.
+
+In backward fully_shard asks for the layer that comes next before it lets the current one compute
+(FSDPParamGroup._backward_prefetch). Where ranks are gloo processes a collective is waited for on the spot, so this
+only changes the order. GPUs gather on a stream of their own, one layer ahead in forward too, while a layer computes.
+"""
+
+from engine import chain
+from engine.cost.machine import machine
+from engine.job import Job
+from engine.modes.fsdp.units import equal_ranks, gathered_bytes, padded_bytes, shard
+from engine.plan import Mesh, Op, Plan, Program
+from engine.shapes import Layer
+
+
+def plan(job: Job, step: int) -> Plan:
+    return gathering_twice(job, Mesh(("fsdp",), (job.spec.devices,)))
+
+
+def gathering_twice(job: Job, mesh: Mesh) -> Plan:
+    """Layers are freed after forward (reshard_after_forward=True), and gathered again for backward."""
+    gathers = {layer.name: gather(layer, job, mesh) for layer in job.layers}
+    ops = []
+    for layer, op in zip(job.layers, chain.backward(job.layers, job.local_batch)[::-1], strict=True):
+        ops.append((gathers[layer.name], op, reduce(layer, job, mesh)))
+    ops.reverse()
+    backward = list(ops[0][0])
+    for i, (_, op, reduces) in enumerate(ops):
+        backward += [*(ops[i + 1][0] if i + 1 < len(ops) else ()), op, *reduces]
+    ranks = mesh.degree("fsdp")
+    sizes = [gathered_bytes(layer, ranks) for layer in job.layers]
+    two = max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))  # the current and the next in backward
+    return sharded(job, mesh, [*forward(job, mesh), *backward], gathered=two)
+
+
+def forward(job: Job, mesh: Mesh) -> list[Op]:
+    """Every layer gathered, then computed; on devices of their own the next one is gathered meanwhile."""
+    gathers = [gather(layer, job, mesh) for layer in job.layers]
+    computes = chain.forward(job.layers, job.local_batch)
+    if not overlaps(job):
+        return [op for gathered, compute in zip(gathers, computes, strict=True) for op in (*gathered, compute)]
+    ahead = [*gathers[1:], []]
+    return [*gathers[0], *(op for pair in zip(ahead, computes, strict=True) for op in (*pair[0], pair[1]))]
+
+
+def overlaps(job: Job) -> bool:
+    """Whether ranks have devices of their own, with streams for communication."""
+    return machine(job.spec.machine).cores == 0
+
+
+def gather(layer: Layer, job: Job, mesh: Mesh) -> list[Op]:
+    """A group of one has nothing to gather."""
+    ranks = mesh.degree("fsdp")
+    size = padded_bytes(layer, ranks)
+    return [_collective("all_gather", layer, "weights", "fsdp", size, job)] if ranks > 1 else []
+
+
+def reduce(layer: Layer, job: Job, mesh: Mesh) -> list[Op]:
+    """Gradients to their shards, and on a mesh with replicas each shard with its like, even where there is just one."""
+    ranks = mesh.degree("fsdp")
+    ops = []
+    if ranks > 1:
+        whole = gathered_bytes(layer, ranks)
+        ops.append(_collective("reduce_scatter", layer, "gradient", "fsdp", whole, job))
+    if "dp" in mesh.axes:
+        ops.append(_collective("all_reduce", layer, "gradient", "dp", padded_bytes(layer, ranks), job))
+    return ops
+
+
+def _collective(kind: str, layer: Layer, payload: str, axis: str, size: int, job: Job) -> Op:
+    return Op(kind=kind, part=layer.name, payload=payload, axis=axis, bytes=size, asynchronous=overlaps(job))
+
+
+def sharded(job: Job, mesh: Mesh, passes: list[Op], *, gathered: int) -> Plan:
+    """`passes` between the load and the update of each rank's own shard. Shards are allocated with their padding;
+    optimizer state is not padded. `gathered`: most bytes of whole layers at any time."""
+    ranks = mesh.degree("fsdp")
+    programs, roles = [], []
+    for run in equal_ranks(job.layers, ranks):
+        shards = [shard(layer, ranks, run.start) for layer in job.layers]
+        ops = (chain.load(job.sample_bytes, job.local_batch), *passes, chain.optimizer(shards, job.spec))
+        padded = sum(padded_bytes(layer, ranks) for layer in job.layers)
+        memory = chain.standing_memory(shards, job.spec) | {"parameters": padded, "gradients": padded}
+        holds = tuple(i for i, layer in enumerate(shards) if layer.param_bytes)
+        roles += [len(programs)] * len(run)
+        shares = tuple(shards[i].param_bytes / job.layers[i].param_bytes for i in holds)
+        programs.append(Program(ops, holds, memory | {"gathered": gathered}, shares if ranks > 1 else ()))
+    replicas = mesh.size // ranks
+    return Plan(mesh, tuple(programs), tuple(roles) * replicas, tuple(layer.name for layer in job.layers))

@@ -1,0 +1,86 @@
+"""A job under torch's fully_shard: every layer of the chain a unit of its own, and the chain as the root."""
+
+import re
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.autograd.profiler import record_function
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+from engine.job import Job
+from engine.real import models
+from engine.real.data import Batches
+from engine.real.recorder import Event
+from engine.real.training import LocalTraining, Place
+
+UNIT = re.compile(r"FSDP::(?:all_gather|post_backward_reduce) \((.+)\)")
+REDUCE_SCATTER = "lockstep::reduce_scatter"
+
+
+def training(job: Job, place: Place) -> LocalTraining:
+    mesh = init_device_mesh(place.device.type, (place.world_size,), mesh_dim_names=("fsdp",))
+    return sharded_training(job, place, mesh, reshard_after_forward=True)
+
+
+def sharded_training(job: Job, place: Place, mesh: DeviceMesh, *, reshard_after_forward: bool) -> LocalTraining:
+    chain = models.build(job).to(place.device)
+    for unit in [*chain.children(), chain]:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    for name, layer in chain.named_children():
+        layer.set_custom_reduce_scatter(MarkedReduceScatter())
+        layer.register_forward_pre_hook(_marks(chain, name))
+    chain.recorder = place.recorder
+    place.recorder.identify = identify
+    optimizer = models.make_optimizer(job, chain.parameters())
+    return LocalTraining(job, place, chain, chain, Batches(job, place.rank, place.world_size, place.device), optimizer)
+
+
+class MarkedReduceScatter(DefaultReduceScatter):
+    """PyTorch's own call in a mark: gloo makes an all-reduce of it, and is seen to run that."""
+
+    def __call__(self, *args, **kwargs):
+        with record_function(REDUCE_SCATTER):
+            return super().__call__(*args, **kwargs)
+
+
+def identify(event: Event) -> tuple[str, str, str, str]:
+    """(kind, axis, payload, layer), by FSDP's marks around it: what was called, whatever the backend made of it.
+
+    gloo's all-reduce for a reduce-scatter takes the same tensor, so the bytes seen are those of the call. What a layer
+    all-reduces outside of a reduce-scatter goes across the replicas.
+    """
+    unit = next((found[1] for found in map(UNIT.fullmatch, event.inside) if found), "")
+    if REDUCE_SCATTER in event.inside:
+        return "reduce_scatter", "fsdp", "gradient", unit
+    if event.kind == "all_gather":
+        return event.kind, "fsdp", "weights", unit
+    return event.kind, "dp", "gradient", unit
+
+
+def _marks(chain: models.Chain, name: str) -> Callable:
+    """A hook that runs after FSDP has gathered the layer and before it computes, so none of the marks has a wait in it.
+
+    The way back ends with the gradient of the layer's input, or of its own weights where that needs none; FSDP reduces
+    after both.
+    """
+    hooked = False
+
+    def ended(_: torch.Tensor) -> None:
+        if chain.passed is not None:
+            chain.passed.end_backward_of(name)
+
+    def begin(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        nonlocal hooked
+        if chain.passed is not None:
+            chain.passed.begin(name)
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(ended)
+        elif not hooked:  # the gathered parameters are the same objects in every step
+            hooked = True
+            for parameter in layer.parameters():
+                parameter.register_post_accumulate_grad_hook(ended)
+
+    return begin

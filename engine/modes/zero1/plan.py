@@ -1,0 +1,40 @@
+"""A job under ZeroRedundancyOptimizer -> its plan: DDP's, then each owner updates and broadcasts its parameters."""
+
+import dataclasses
+
+from engine import chain
+from engine.job import Job
+from engine.modes.ddp import plan as ddp
+from engine.modes.zero1.owners import Owned, owners
+from engine.plan import Op, Plan, Program
+from engine.shapes import FP32, Layer
+
+# An owner of nothing broadcasts one number all the same (ZeroRedundancyOptimizer._build_param_buckets).
+NOTHING = FP32
+
+
+def plan(job: Job, step: int) -> Plan:
+    replicated = ddp.plan(job, step)
+    (program,) = replicated.programs
+    owned = owners(job.layers, job.spec.devices)
+    broadcasts = tuple(_broadcast(rank, each) for rank, each in enumerate(owned))
+    programs: dict[tuple[str, ...], Program] = {}
+    for each in owned:
+        mine = [_only(layer, each) for layer in job.layers]
+        ops = (*program.ops[:-1], chain.optimizer(mine, job.spec), *broadcasts)
+        memory = program.memory | {"optimizer": chain.standing_memory(mine, job.spec)["optimizer"]}
+        programs.setdefault(each.params, Program(ops, program.holds, memory))
+    index = {params: i for i, params in enumerate(programs)}
+    roles = tuple(index[each.params] for each in owned)
+    return dataclasses.replace(replicated, programs=tuple(programs.values()), roles=roles)
+
+
+def _only(layer: Layer, owned: Owned) -> Layer:
+    """The layer with no parameters but those owned."""
+    params = tuple((name, shape) for name, shape in layer.params if f"{layer.name}.{name}" in owned.params)
+    return dataclasses.replace(layer, params=params)
+
+
+def _broadcast(rank: int, owned: Owned) -> Op:
+    """All are issued at once, but `step` returns when all have arrived, so they stand one after the other."""
+    return Op(kind="broadcast", part=f"owner{rank}", payload="weights", axis="dp", bytes=owned.bytes or NOTHING)

@@ -1,0 +1,16 @@
+"""A job under fully_shard(reshard_after_forward=False) -> its plan: every layer gathered once, kept until backward."""
+
+from engine import chain
+from engine.job import Job
+from engine.modes.fsdp.plan import forward, reduce, sharded
+from engine.modes.fsdp.units import gathered_bytes
+from engine.plan import Mesh, Plan
+
+
+def plan(job: Job, step: int) -> Plan:
+    ranks = job.spec.devices
+    mesh = Mesh(("fsdp",), (ranks,))
+    passes = forward(job, mesh)
+    for layer, op in zip(reversed(job.layers), chain.backward(job.layers, job.local_batch), strict=True):
+        passes += [op, *reduce(layer, job, mesh)]
+    return sharded(job, mesh, passes, gathered=sum(gathered_bytes(layer, ranks) for layer in job.layers))
