@@ -55,6 +55,7 @@ def format_plan(plan: Plan) -> str:
         words = [f"role {role}:"]
         words += ["ranks", _ranges(ranks[role])] if ranks[role] else []
         words += ["holds", _ranges(program.holds)] if program.holds else []
+        words += ["stages", _ranges(program.stages)] if program.stages else []
         words += ["memory", *(f"{_name(k)}={v}" for k, v in program.memory.items())] if program.memory else []
         lines.append(" ".join(words))
         lines += map(format_op, program.ops)
@@ -82,7 +83,7 @@ def format_op(op: Op) -> str:
 def parse_plan(text: str) -> Plan:
     """The plan that a text stands for, or NotationError. Whether it can run is asked of `engine.matching`."""
     mesh, layers, played = None, None, {}
-    roles: list[tuple[list[Op], tuple[int, ...], dict[str, int]]] = []
+    roles: list[tuple[list[Op], tuple[int, ...], dict[str, int], tuple[int, ...]]] = []
     for number, line in enumerate(text.split("\n"), 1):
         try:
             words = _words(line)
@@ -99,11 +100,11 @@ def parse_plan(text: str) -> Plan:
             elif words[0] == "layers":
                 layers = tuple(map(_unquoted, words[1:]))
             elif words[0] == "role":
-                ranks, holds, memory = _parse_role(words[1:], len(roles))
+                ranks, *held = _parse_role(words[1:], len(roles))
                 if again := sorted(played.keys() & set(ranks)):
                     raise _Wrong(f"rank {again[0]} plays role {played[again[0]]} already")
                 played |= dict.fromkeys(ranks, len(roles))
-                roles.append(([], holds, memory))
+                roles.append(([], *held))
             elif not roles:
                 raise _Wrong("an op stands below the line of its role, as in `role 0: ranks 0`")
             else:
@@ -119,7 +120,7 @@ def parse_plan(text: str) -> Plan:
             text.split("\n")[mesh_line - 1],
             f"each rank of the mesh plays one role, and no other does; not so: {odd}",
         )
-    programs = tuple(Program(tuple(ops), holds, memory) for ops, holds, memory in roles)
+    programs = tuple(Program(tuple(ops), *held) for ops, *held in roles)
     return Plan(mesh, programs, tuple(played[rank] for rank in range(mesh.size)), layers or ())
 
 
@@ -147,24 +148,30 @@ def _parse_mesh(words: list[str]) -> Mesh:
     return Mesh(tuple(degrees), tuple(degrees.values()))
 
 
-def _parse_role(words: list[str], number: int) -> tuple[list[int], tuple[int, ...], dict[str, int]]:
-    """(ranks, holds, memory) of `0: ranks 0-3 holds 0,1 memory parameters=400`"""
+def _parse_role(words: list[str], number: int) -> tuple[list[int], tuple[int, ...], dict[str, int], tuple[int, ...]]:
+    """(ranks, holds, memory, stages) of `0: ranks 0-3 holds 0,1 stages 0,7 memory parameters=400`"""
     if words[:1] != [f"{number}:"]:
         raise _Wrong(f"roles are numbered in order, this one is `role {number}:`")
-    ranks, holds, memory, place = [], (), {}, ""
+    ranks, holds, stages, memory, place = [], (), (), {}, ""
     for word in words[1:]:
-        if word in ("ranks", "holds", "memory"):
+        if word in ("ranks", "holds", "stages", "memory"):
             place = word
         elif place == "ranks":
             ranks += _parse_ranges(word)
         elif place == "holds":
             holds += tuple(_parse_ranges(word))
+        elif place == "stages":
+            stages += tuple(_parse_ranges(word))
         elif place == "memory":
             name, _, size = word.rpartition("=")
             memory[_unquoted(name)] = _whole(size)
         else:
-            raise _Wrong(f"{word} stands before any of `ranks`, `holds` and `memory`")
-    return ranks, holds, memory
+            raise _Wrong(f"{word} stands before any of `ranks`, `holds`, `stages` and `memory`")
+    if stages and len(stages) != len(holds):
+        raise _Wrong(
+            f"`stages` has one stage for each of the {len(holds)} layers that the role holds, not {len(stages)}"
+        )
+    return ranks, holds, memory, stages
 
 
 def _parse_op(words: list[str]) -> Op:

@@ -98,6 +98,7 @@ class Program:
     ops: tuple[Op, ...]
     holds: tuple[int, ...] = ()  # indices of the model's layers that this role holds
     memory: dict[str, int] = field(default_factory=dict)  # bytes by category that stay for the whole step
+    stages: tuple[int, ...] = ()  # where a role has several: the stage of each layer that it holds
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from viz.figures.places import Box, segment
 from viz.figures.rows import Bar
 from viz.figures.still import gauge, still_layout, still_traces
 
-WHOLE, NO_CELL = -1, -2  # instead of the index of a cell: every layer that the device holds; none
+# Instead of the index of a cell: every layer that the device holds; none; and counting down, those of stage 0, 1, ...
+WHOLE, NO_CELL, OF_STAGE = -1, -2, -3
 MAX_LAYERS_NAMED = 8
 
 
@@ -80,7 +81,7 @@ def _box(box: Box, text: words.Text, staged: bool) -> dict[str, Any]:
         "titles": _titles(box, text, staged),
         "memory": [round(x1 + 8, 1), round(y, 1), words.show_bytes(box.memory)],
         "cells": [[round(v, 1) for v in cell[3:]] for cell in box.cells],
-        "held": [int(cell.held) for cell in box.cells],
+        "held": [1 + cell.stage for cell in box.cells],
         "layers": [cell.name if named else "" for cell in box.cells],
     }
 
@@ -117,12 +118,12 @@ def _spans(info: PictureInfo, text: words.Text, looks: dict[str, int], strings: 
 
 def _cell(info: PictureInfo, bar: Bar) -> int:
     """Which of its device's cells lights up."""
-    span, cells = bar.span, info.places.boxes[bar.row].cells
+    span, box = bar.span, info.places.boxes[bar.row]
     if not bar.computes or bar.behind or span.kind == "load":
         return NO_CELL
     if not span.part:
-        return WHOLE
-    return next((i for i, cell in enumerate(cells) if span.part == cell.name), NO_CELL)
+        return OF_STAGE - span.stage if len(box.stages) > 1 and span.stage >= 0 else WHOLE
+    return next((i for i, cell in enumerate(box.cells) if span.part == cell.name), NO_CELL)
 
 
 def _flights(info: PictureInfo, looks: dict[str, int], clock) -> dict[str, Any]:

@@ -18,6 +18,7 @@ WIDTH = 1000
 MAX_BOXES = 16
 MAX_CELLS = 24
 OUTSIDE = -1  # where a batch comes from
+NOT_HELD = -1  # instead of a stage
 
 BOX_WIDTHS, BOX_SHARE = (56, 250), 0.64  # narrowest and widest; part of a column that its box takes
 MARGIN, GAP = 44, 58  # above and below all boxes, where batches enter; between two rows of boxes
@@ -27,15 +28,22 @@ LANE = 7  # how far each direction of a link lies from the middle
 
 
 class Cell(NamedTuple):
-    """One layer of the model in one device, or a few where there are many: those from `layers[0]` up to `layers[1]`."""
+    """One layer of the model in one device, or a few where there are many: those from `layers[0]` up to `layers[1]`.
+
+    `stage`: of the layers that the device holds of it; -1 when it holds none.
+    """
 
     layers: tuple[int, int]
     name: str
-    held: bool
+    stage: int
     x0: float
     x1: float
     y0: float
     y1: float
+
+    @property
+    def held(self) -> bool:
+        return self.stage >= 0
 
 
 class Box(NamedTuple):
@@ -86,7 +94,9 @@ def places(plan: Plan, layers: Sequence[str], memory: Sequence[int] | None = Non
         stages = sorted({op.stage for op in Ops.of(program.ops).templates if op.stage is not None})
         held = sum(program.memory.values()) if memory is None else memory[rank]
         inner = (x - wide / 2 + PAD, x + wide / 2 - PAD, y + FOOT, y + FOOT + zone)
-        cells = _cells(layers, set(program.holds), inner, stacked)
+        stage_of = dict.fromkeys(program.holds, stages[0] if stages else 0)
+        stage_of |= zip(program.holds, program.stages, strict=False)
+        cells = _cells(layers, stage_of, inner, stacked)
         boxes.append(Box(rank, tuple(stages), held, x - wide / 2, x + wide / 2, y, y + high, cells))
     return Places(tuple(boxes), plan.world_size - len(ranks), height, tuple(sorted(graph.edges)))
 
@@ -166,13 +176,14 @@ def grid(graph: nx.DiGraph) -> dict[int, tuple[float, float]]:
     return {n: (round((x - min(xs)) / unit, 6), round((y - min(ys)) / unit, 6)) for n, (x, y) in sorted(spots.items())}
 
 
-def _cells(layers: Sequence[str], holds: set[int], inner: tuple, stacked: bool) -> tuple[Cell, ...]:
-    """The model from first to last layer: top to bottom when stacked, else left to right."""
+def _cells(layers: Sequence[str], stage_of: dict[int, int], inner: tuple, stacked: bool) -> tuple[Cell, ...]:
+    """The model from first to last layer: top to bottom when stacked, else left to right. `stage_of`: of each layer
+    that the device holds."""
     x0, x1, y0, y1 = inner
     count, cells = min(len(layers), MAX_CELLS), []
     for i in range(count):
         first, end = i * len(layers) // count, (i + 1) * len(layers) // count
-        held = any(layer in holds for layer in range(first, end))
+        stage = next((stage_of[layer] for layer in range(first, end) if layer in stage_of), NOT_HELD)
         name = layers[first] if end == first + 1 else f"{layers[first]} – {layers[end - 1]}"
         if stacked:
             step = (y1 - y0) / count
@@ -180,7 +191,7 @@ def _cells(layers: Sequence[str], holds: set[int], inner: tuple, stacked: bool) 
         else:
             step = (x1 - x0) / count
             spot = (x0 + i * step, x0 + (i + 1) * step - min(3, step / 4), y0 + 4, y1)
-        cells.append(Cell((first, end), name, held, *spot))
+        cells.append(Cell((first, end), name, stage, *spot))
     return tuple(cells)
 
 

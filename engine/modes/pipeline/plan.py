@@ -35,8 +35,10 @@ def plan(job: Job, step: int) -> Plan:
         ]
     programs = []
     for rank, stages in enumerate(placement):
-        holds = tuple(sorted({layer for stage in stages for layer in job.stage_layers[stage]}))
-        programs.append(Program(ops[rank], holds, chain.standing_memory(_layers(job, stages), spec)))
+        stage_of = {layer: stage for stage in stages for layer in job.stage_layers[stage]}
+        holds = tuple(sorted(stage_of))
+        several = tuple(stage_of[layer] for layer in holds) if len(stages) > 1 else ()
+        programs.append(Program(ops[rank], holds, chain.standing_memory(_layers(job, stages), spec), several))
     names = tuple(layer.name for layer in job.layers)
     return Plan(Mesh(("pp",), (spec.devices,)), tuple(programs), tuple(range(spec.devices)), names)
 
@@ -99,7 +101,7 @@ def _load(job: Job, stages: Sequence[int], pipelines: list[range]) -> list[Op]:
 
 
 def _exchange(job: Job, stages: Sequence[int], pipelines: list[range]) -> list[Op]:
-    """Where the model is there twice (DualPipe), two ranks have the same layers, and give each other their gradients."""
+    """Of two copies of a model (DualPipe): the ranks with the same layers give each other their gradients."""
     if len(pipelines) == 1:
         return []
     num = len(pipelines[0])
