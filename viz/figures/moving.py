@@ -90,7 +90,8 @@ def _titles(box: Box, text: words.Text, staged: bool) -> list[str]:
     """From the longest to the shortest: the player takes the first that fits."""
     rank = text("figure.rank", rank=box.rank)
     longest = [words.rank_and_stage(text, box.rank, box.stages)] if staged else []
-    return [*longest, rank, str(box.rank)]
+    short = [f"{rank} · {', '.join(f's{stage}' for stage in box.stages)}"] if len(box.stages) > 1 else []
+    return [*longest, *short, rank, str(box.rank)]
 
 
 def _spans(info: PictureInfo, text: words.Text, looks: dict[str, int], strings: Strings, clock) -> dict[str, list]:

@@ -104,8 +104,8 @@ def places(plan: Plan, layers: Sequence[str], memory: Sequence[int] | None = Non
 def device_graph(plan: Plan, drawn: int) -> nx.DiGraph:
     """Devices, with an edge wherever something can move, and `column` and `row` of each.
 
-    Pipeline stages stand left to right. Replicas stand on a ring, neighbours side by side; where everything comes from
-    one device (nn.DataParallel), that device stands above the others.
+    Pipeline stages stand left to right, unless some are linked past others: then on a ring, as replicas do, neighbours
+    side by side. Where everything comes from one device (nn.DataParallel), that device stands above the others.
     """
     graph = nx.DiGraph()
     graph.add_nodes_from(range(drawn))
@@ -130,7 +130,8 @@ def device_graph(plan: Plan, drawn: int) -> nx.DiGraph:
             elif len(group) > 1:
                 graph.add_edges_from(zip(group, group[1:] + group[:1], strict=True))
     graph.graph["lines"] = "row" if rooted and drawn > 2 else "column"
-    for rank, (column, row) in _spots(plan, drawn, rooted).items():
+    in_line = plan.mesh.degree("pp") > 1 and all(abs(a - b) == 1 for a, b in graph.edges)
+    for rank, (column, row) in _spots(plan, drawn, rooted, in_line).items():
         graph.nodes[rank].update(column=column, row=row)
     return graph
 
@@ -140,8 +141,8 @@ def is_rooted(kinds: set[str]) -> bool:
     return bool(kinds & {"scatter", "gather", "reduce"})
 
 
-def _spots(plan: Plan, drawn: int, rooted: bool) -> dict[int, tuple[int, int]]:
-    """(column, row) of each rank, counted within its column or row."""
+def _spots(plan: Plan, drawn: int, rooted: bool, in_line: bool) -> dict[int, tuple[int, int]]:
+    """(column, row) of each rank, counted within its column or row. `in_line`: stages have links to neighbours only."""
     stages = plan.mesh.degree("pp")
     if rooted and drawn > 2:
         lines = math.ceil((drawn - 1) / 8)
@@ -155,7 +156,7 @@ def _spots(plan: Plan, drawn: int, rooted: bool) -> dict[int, tuple[int, int]]:
             spots[rank] = (column, seen[column])
             seen[column] += 1
         return spots
-    if drawn <= (8 if stages > 1 else 2):
+    if drawn <= (8 if in_line else 2):
         return {rank: (rank, 0) for rank in range(drawn)}
     # Out along the top and back along the bottom; an odd one stands alone in the first column.
     odd, columns = drawn % 2, math.ceil(drawn / 2)
