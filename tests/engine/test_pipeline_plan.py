@@ -8,6 +8,7 @@ from engine import modes, schedules
 from engine.job import prepare
 from engine.matching import match
 from engine.notation import NotationError, format_plan, parse_plan
+from engine.predict import predict
 from engine.spec import Spec
 
 SEVERAL = {"model": "mlp", "layers": 7, "hidden": 16, "global_batch": 48}
@@ -75,6 +76,21 @@ def test_what_each_schedule_holds_at_most_is_what_its_paper_says(schedule):
         held += (op.kind == "forward") - (op.kind in ("backward", "backward_weight"))
         highest = max(highest, held)
     assert (highest, held) == (most[schedule], 0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "idle"),
+    [
+        ("gpipe", 9), ("1f1b", 9), ("looped_bfs", 9), ("interleaved_1f1b", 9), ("interleaved_zero_bubble", 3),
+        ("zb_h2", 3), ("zbv", 3), ("dualpipev", 6), ("dualpipe", 2),
+    ],
+)  # fmt: skip
+def test_a_step_takes_its_work_and_the_idle_time_of_its_schedule(schedule, idle):
+    """P = 4, M = 16, each pass and each half of a backward 1 s: the table in docs/decisions/schedules.md, whose orders
+    have no messages. With them, which take no time here, it is the same."""
+    spec = Spec(mode="pipeline", schedule=schedule, devices=4, microbatches=16, machine="unit", **SEVERAL)
+    stages = 1 if schedule in ("gpipe", "1f1b", "zb_h2", "dualpipe") else 2  # that each microbatch sees on a rank
+    assert predict(spec).step_time == 16 * 3 * stages + idle
 
 
 def test_a_plan_with_several_stages_a_rank_comes_back_from_its_text():

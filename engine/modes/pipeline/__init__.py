@@ -13,6 +13,6 @@ LESSON = Lesson(
         "When all microbatches are done, each stage updates its own weights.",
     ),
     use="The model does not fit on one device, and links are slow: only activations at the cuts travel.",
-    limits="Filling and draining leave a bubble: (P-1)/(M+P-1) of the time with P stages and M microbatches in GPipe and "
-    "1F1B. Several stages a device, or a backward in two halves, make it smaller, for more messages or more memory.",
+    limits="Filling and draining leave a bubble: (P-1)/(M+P-1) of the time with P stages and M microbatches (GPipe, "
+    "1F1B). Several stages a device, or a backward in two halves, make it smaller, for more messages or more memory.",
 )
