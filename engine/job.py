@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine import datasets
+from engine import datasets, schedules
 from engine.shapes import Layer, balance, model_layers
 from engine.spec import FAULTS, MAX_HEADS, MAX_REAL_DEVICES, Spec, SpecError, parse_fault
 
@@ -29,7 +29,7 @@ MODE_SETTINGS = {
     "fsdp": {},
     "hsdp": {"dp": None, "fsdp": None},
     "layer_split": {"split": None},
-    "pipeline": {"microbatches": None, "schedule": "1f1b", "split": None},
+    "pipeline": {"microbatches": None, "schedule": "1f1b", "split": None, "stages_per_rank": None},
     "tensor": {},
     "sequence": {},
 }
@@ -38,6 +38,8 @@ DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp")  # split
 ONE_PROCESS_MODES = ("single", "data_parallel")
 STAGE_MODES = ("layer_split", "pipeline")  # split the layers over devices
 TENSOR_MODES = ("tensor", "sequence")  # split each layer over devices
+PLANNED_ONLY = ("zb_h2", "dualpipe")  # schedules that PyTorch does not have
+SEVERAL_STAGES = 2  # on a device, where the schedule leaves it open
 LEARNING_RATES = {"sgd": 0.05, "adamw": 0.002}
 DEFAULT_STEPS = 20
 
@@ -66,13 +68,18 @@ class Job:
 
     @property
     def stages(self) -> list[tuple[Layer, ...]]:
-        """The layers of each stage; one stage with everything where layers are not split."""
+        """The layers of each stage; one stage with everything where layers are not split. In DualPipe the second half
+        of the stages is a copy of the first."""
+        return [tuple(self.layers[i] for i in held) for held in self.stage_layers]
+
+    @property
+    def stage_layers(self) -> list[range]:
+        """The layers of each stage, as places in `layers`."""
         if self.spec.mode not in STAGE_MODES:
-            return [self.layers]
-        bounds = [0]
-        for size in self.spec.split:
-            bounds.append(bounds[-1] + size)
-        return [self.layers[a:b] for a, b in itertools.pairwise(bounds)]
+            return [range(len(self.layers))]
+        bounds = itertools.accumulate(self.spec.split, initial=0)
+        copies = len(_pipelines(self.spec)) if self.spec.mode == "pipeline" else 1
+        return [range(a, b) for a, b in itertools.pairwise(bounds)] * copies
 
 
 def applies(setting: str, mode: str, model: str) -> bool:
@@ -122,6 +129,8 @@ def prepare(spec: Spec) -> Job:
 def prepare_real(spec: Spec) -> Job:
     """`prepare`, and beyond it: can this machine run it at all? `device` becomes cpu or cuda."""
     job = prepare(spec)
+    if job.spec.schedule in PLANNED_ONLY:
+        raise SpecError("planned_only", "schedule", spec.schedule, suggest=_schedules_instead(spec))
     devices, found = job.spec.devices, count_gpus()
     if devices > MAX_REAL_DEVICES:
         fewer = _at_most(MAX_REAL_DEVICES, job.spec)
@@ -187,18 +196,44 @@ def _check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
         return _check_degrees(spec)
     if spec.mode not in STAGE_MODES:
         return spec
-    if spec.devices > len(layers):
-        raise SpecError(
-            "too_many_stages", "devices", spec.devices, suggest=[len(layers)], model=spec.model, layers=len(layers)
-        )
-    balanced = balance([float(layer.flops) for layer in layers], spec.devices)
+    if spec.mode == "pipeline":
+        spec = _check_schedule(spec, layers)
+        stages, enough = len(_pipelines(spec)[0]), _enough_devices(spec, layers)
+    else:
+        stages, enough = spec.devices, [*range(1, len(layers) + 1)]
+    if stages > len(layers):
+        setting, good = "devices", enough[-1:]
+        if not good:
+            setting, good = "stages_per_rank", [v for v in [len(layers) // spec.devices] if v]
+        value = getattr(spec, setting)
+        names = {"model": spec.model, "layers": len(layers), "stages": stages}
+        raise SpecError("too_many_stages", setting, value, suggest=good, **names)
+    balanced = balance([float(layer.flops) for layer in layers], stages)
     if spec.split is None:
         spec = spec.with_(split=balanced)
-    elif len(spec.split) != spec.devices or sum(spec.split) != len(layers) or min(spec.split) < 1:
+    elif len(spec.split) != stages or sum(spec.split) != len(layers) or min(spec.split) < 1:
         text = ",".join(map(str, balanced))
-        raise SpecError("split_sum", "split", spec.split, suggest=[text], devices=spec.devices, layers=len(layers))
-    if spec.mode == "pipeline":
-        spec = _check_microbatches(spec)
+        raise SpecError("split_sum", "split", spec.split, suggest=[text], stages=stages, layers=len(layers))
+    return _check_microbatches(spec) if spec.mode == "pipeline" else spec
+
+
+def stages_per_rank(schedule: str) -> int:
+    """How many stages a device has, unless it is asked for."""
+    return schedules.TABLE[schedule].stages_per_rank or SEVERAL_STAGES
+
+
+def _pipelines(spec: Spec) -> list[range]:
+    return schedules.pipelines(spec.schedule, spec.devices, spec.stages_per_rank)
+
+
+def _check_schedule(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
+    """Rules of the schedule about stages and devices; those about microbatches come after the layers are split."""
+    if spec.stages_per_rank is None:
+        spec = spec.with_(stages_per_rank=stages_per_rank(spec.schedule))
+    broken = schedules.check(spec.schedule, spec.devices, spec.stages_per_rank, spec.microbatches or 1)
+    if broken and broken.setting != "microbatches":
+        good = broken.suggest if broken.setting != "devices" else nearest(_enough_devices(spec, layers), spec.devices)
+        raise SpecError(broken.code, broken.setting, broken.value, suggest=good, **broken.values)
     return spec
 
 
@@ -235,20 +270,41 @@ def _check_degrees(spec: Spec) -> Spec:
     return spec
 
 
+def _enough_devices(spec: Spec, layers: tuple[Layer, ...]) -> list[int]:
+    """The numbers of devices for whose stages there are layers, and that the schedule can have."""
+    a_device = len(_pipelines(spec.with_(devices=1))[0])
+    numbers = range(1, len(layers) // a_device + 1)
+    broken = [schedules.check(spec.schedule, number, spec.stages_per_rank, 1) for number in numbers]
+    return [n for n, b in zip(numbers, broken, strict=True) if b is None or b.setting != "devices"]
+
+
 def _check_microbatches(spec: Spec) -> Spec:
-    batch, stages = spec.global_batch, spec.devices
+    batch = spec.global_batch
     divisors = [d for d in range(1, batch + 1) if batch % d == 0]
-    enough = [d for d in divisors if d >= stages or spec.schedule == "gpipe"]
+    enough = [d for d in divisors if schedules.check(spec.schedule, spec.devices, spec.stages_per_rank, d) is None]
     if spec.microbatches is None:
-        roomy = [d for d in enough if d >= 2 * stages]
+        roomy = [d for d in enough if d >= 2 * spec.devices]
         spec = spec.with_(microbatches=(roomy or enough or [batch])[0 if roomy else -1])
     count = spec.microbatches
     if batch % count:
         raise SpecError("batch_by_microbatches", "microbatches", count, suggest=nearest(enough, count), batch=batch)
-    if spec.schedule == "1f1b" and count < stages:
-        good = nearest(enough, count)
-        raise SpecError("too_few_microbatches", "microbatches", count, suggest=good, schedule="1f1b", stages=stages)
+    if broken := schedules.check(spec.schedule, spec.devices, spec.stages_per_rank, count):
+        raise SpecError(broken.code, "microbatches", count, suggest=nearest(enough, count), **broken.values)
     return spec
+
+
+def _schedules_instead(spec: Spec) -> list[str]:
+    """The schedules that can run with these settings, or at all if none can with just these."""
+    real = [name for name in schedules.TABLE if name not in PLANNED_ONLY]
+    return [name for name in real if _can_prepare(spec.with_(schedule=name))] or real
+
+
+def _can_prepare(spec: Spec) -> bool:
+    try:
+        prepare(spec)
+    except SpecError:
+        return False
+    return True
 
 
 def _check_batch(spec: Spec, num_train: int) -> None:

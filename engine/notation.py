@@ -56,6 +56,7 @@ def format_plan(plan: Plan) -> str:
         words = [f"role {role}:"]
         words += ["ranks", _ranges(ranks[role])] if ranks[role] else []
         words += ["holds", _ranges(program.holds)] if program.holds else []
+        words += ["stages", _ranges(program.stages)] if program.stages else []
         words += ["memory", *(f"{_name(k)}={v}" for k, v in program.memory.items())] if program.memory else []
         words += ["shares", *map(repr, program.shares)] if program.shares else []
         lines.append(" ".join(words))
@@ -84,7 +85,7 @@ def format_op(op: Op) -> str:
 def parse_plan(text: str) -> Plan:
     """The plan that a text stands for, or NotationError. Whether it can run is asked of `engine.matching`."""
     mesh, layers, played = None, None, {}
-    roles: list[tuple[list[Op], tuple[int, ...], dict[str, int]]] = []
+    roles: list[tuple[list[Op], tuple[int, ...], dict[str, int], tuple[int, ...]]] = []
     for number, line in enumerate(text.split("\n"), 1):
         try:
             words = _words(line)
@@ -149,28 +150,34 @@ def _parse_mesh(words: list[str]) -> Mesh:
     return Mesh(tuple(degrees), tuple(degrees.values()))
 
 
-def _parse_role(words: list[str], number: int) -> tuple[list[int], tuple[int, ...], dict[str, int], tuple[float, ...]]:
-    """(ranks, holds, memory, shares) of `0: ranks 0-3 holds 0,1 memory parameters=400 shares 0.5 0.25`"""
+def _parse_role(words: list[str], number: int) -> tuple:
+    """(ranks, holds, memory, shares, stages) of `0: ranks 0-3 holds 0,1 stages 0,7 memory a=400 shares 0.5 1`"""
     if words[:1] != [f"{number}:"]:
         raise _Wrong(f"roles are numbered in order, this one is `role {number}:`")
-    ranks, holds, memory, shares, place = [], (), {}, (), ""
+    ranks, holds, stages, memory, shares, place = [], (), (), {}, (), ""
     for word in words[1:]:
-        if word in ("ranks", "holds", "memory", "shares"):
+        if word in ("ranks", "holds", "stages", "memory", "shares"):
             place = word
         elif place == "ranks":
             ranks += _parse_ranges(word)
         elif place == "holds":
             holds += tuple(_parse_ranges(word))
+        elif place == "stages":
+            stages += tuple(_parse_ranges(word))
         elif place == "memory":
             name, _, size = word.rpartition("=")
             memory[_unquoted(name)] = _whole(size)
         elif place == "shares":
             shares += (_share(word),)
         else:
-            raise _Wrong(f"{word} stands before any of `ranks`, `holds`, `memory` and `shares`")
+            raise _Wrong(f"{word} stands before any of `ranks`, `holds`, `stages`, `memory` and `shares`")
+    if stages and len(stages) != len(holds):
+        raise _Wrong(
+            f"`stages` has one stage for each of the {len(holds)} layers that the role holds, not {len(stages)}"
+        )
     if shares and len(shares) != len(holds):
         raise _Wrong(f"{len(holds)} layers are held, and {len(shares)} shares given")
-    return ranks, holds, memory, shares
+    return ranks, holds, memory, shares, stages
 
 
 def _share(word: str) -> float:

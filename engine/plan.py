@@ -99,6 +99,7 @@ class Program:
     holds: tuple[int, ...] = ()  # indices of the model's layers that this role holds
     memory: dict[str, int] = field(default_factory=dict)  # bytes by category that stay for the whole step
     shares: tuple[float, ...] = ()  # of each layer in `holds`, the part that it holds; empty: each of them whole
+    stages: tuple[int, ...] = ()  # where a role has several: the stage of each layer that it holds
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from engine import schedules
+from engine.schedules.rules import SENTENCES
+
 MAX_DEVICES = 16_384
 MAX_REAL_DEVICES = 64
 MAX_HEADS = 1024
@@ -59,10 +62,10 @@ RULES = {
     "divide it; devices is {value}.",
     "batch_by_devices": "global-batch must be divisible by the number of devices ({devices}); it is {value}.",
     "batch_by_microbatches": "microbatches must divide global-batch ({batch}); it is {value}.",
-    "too_many_stages": "Each device needs at least one layer, and {model} has {layers}; devices is {value}.",
-    "too_few_microbatches": "The schedule {schedule} needs at least as many microbatches as stages ({stages}); "
-    "microbatches is {value}.",
-    "split_sum": "split must give each of the {devices} stages at least one layer and add up to the model's {layers} "
+    "too_many_stages": "Each of the {stages} stages needs at least one layer, and {model} has {layers}; "
+    "{setting} is {value}.",
+    "planned_only": "PyTorch has no schedule {value}, so it is planned and simulated, and cannot run.",
+    "split_sum": "split must give each of the {stages} stages at least one layer and add up to the model's {layers} "
     "layers; it is {value}.",
     "degree_divides": "{setting} must divide the number of devices ({devices}); it is {value}.",
     "degrees_of_devices": "{setting} times {other} ({degree}) must be the number of devices ({devices}); "
@@ -85,6 +88,7 @@ RULES = {
     "cannot_write": "The file given as {setting} cannot be written: {value}.",
     "command_line": "The command line is not right: {value}. See --help.",
     "bad_run_id": "A run id is letters, digits, dashes and underscores; {value} is not.",
+    **SENTENCES,
 }
 
 MODES = (
@@ -102,7 +106,7 @@ MODES = (
 )
 MODELS = ("cnn", "mlp", "gpt")
 DATASETS = ("digits", "text", "synthetic")
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = tuple(schedules.TABLE)
 OPTIMIZERS = ("sgd", "adamw")
 DEVICES = ("auto", "cpu", "cuda")
 FAULTS = ("raise", "exit", "kill", "slow", "gradient")
@@ -132,6 +136,9 @@ class Spec:
     global_batch: int = _setting(64, "samples in one optimizer step, over all devices", low=1, high=1_048_576)
     microbatches: int | None = _setting(None, "pieces a batch is cut into (pipeline)", low=1, high=65_536)
     schedule: str | None = _setting(None, "order of a pipeline's microbatches", choices=SCHEDULES)
+    stages_per_rank: int | None = _setting(
+        None, "stages on each device, in the schedules that can have several (pipeline)", low=1, high=64
+    )
     split: tuple[int, ...] | None = _setting(None, "layers of each stage, by hand: 2,1,1 (layer_split, pipeline)")
     dp: int | None = _setting(None, "replicas of the model (hsdp)", low=1, high=MAX_DEVICES)
     fsdp: int | None = _setting(None, "devices that share one replica (hsdp)", low=1, high=MAX_DEVICES)

@@ -60,7 +60,8 @@ def test_the_first_page_shows_the_prediction_of_the_default_settings(lab: Lab):
         ("mode=fsdp", {"devices"}, {"dp", "fsdp", "bucket-mb", "microbatches", "schedule", "split"}),
         ("mode=hsdp&devices=4", {"devices", "dp", "fsdp"}, {"bucket-mb", "microbatches", "schedule", "split"}),
         ("mode=layer_split", {"devices", "split"}, {"bucket-mb", "microbatches", "schedule"}),
-        ("mode=pipeline", {"devices", "split", "microbatches", "schedule"}, {"bucket-mb"}),
+        ("mode=pipeline", {"devices", "split", "microbatches", "schedule"}, {"bucket-mb", "stages-per-rank"}),
+        ("mode=pipeline&schedule=looped_bfs", {"stages-per-rank"}, {"bucket-mb"}),
         ("mode=tensor", {"devices"}, {"bucket-mb", "microbatches", "schedule", "split"}),
         ("model=mlp", {"layers", "hidden"}, {"heads", "context"}),
         ("model=gpt", {"layers", "hidden", "heads", "context"}, set()),
@@ -100,6 +101,26 @@ def test_a_link_reproduces_the_settings(lab: Lab):
     assert app.text_input(key="set-split").value == "2,1,1"
     assert app.number_input(key="set-lr").value == 0.1
     assert app.toggle(key="set-record").value is False
+
+
+def test_stages_per_device_can_be_set_where_the_schedule_leaves_them_open(lab: Lab):
+    app = lab("mode=pipeline&model=mlp&layers=7&schedule=interleaved_1f1b&machine=unit")
+    assert app.number_input(key="set-stages-per-rank").value == 2
+    app.number_input(key="set-stages-per-rank").set_value(4).run()
+    assert not app.error
+    assert query(app)["stages-per-rank"] == "4"
+    # Another schedule has its own number: this one is put aside, and comes back.
+    app.selectbox(key="set-schedule").set_value("zbv").run()
+    assert not app.error and "stages-per-rank" not in keys(app) | query(app).keys()
+    app.selectbox(key="set-schedule").set_value("looped_bfs").run()
+    assert query(app)["stages-per-rank"] == "4"
+
+
+def test_a_schedule_that_pytorch_lacks_is_predicted_and_the_button_says_why_it_cannot_run(lab: Lab):
+    app = lab("mode=pipeline&schedule=zb_h2&machine=unit&microbatches=8")
+    assert numbers(app)["Predicted step"] == "25 s"  # M(F+I+W) + (P-1)F, all 1 s
+    assert app.button(key="run").disabled
+    assert "PyTorch has no schedule zb_h2" in app.button(key="run").help
 
 
 def test_a_setting_that_returns_to_its_default_leaves_the_link(lab: Lab):

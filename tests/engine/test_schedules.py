@@ -7,6 +7,7 @@ import pytest
 from engine import schedules
 from engine.spec import SCHEDULES
 
+ONE_STAGE = ("gpipe", "1f1b")  # the other schedules are in test_schedule_orders.py
 GRID = [(stages, microbatches) for stages in (1, 2, 3, 4, 8) for microbatches in (1, 2, 3, 7, 8, 16)]
 
 
@@ -15,7 +16,7 @@ def text(actions) -> str:
 
 
 def test_every_schedule_that_can_be_asked_for_is_here():
-    assert set(SCHEDULES) <= set(schedules.TABLE)
+    assert set(SCHEDULES) == set(schedules.TABLE)
 
 
 def test_gpipe_is_every_forward_then_every_backward():
@@ -50,7 +51,7 @@ def is_legal(actions, microbatches: int) -> bool:
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), GRID)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ONE_STAGE)
 def test_every_stage_does_every_microbatch_once_forward_and_then_once_backward(schedule, stages, microbatches):
     order = schedules.order(schedule, stages, microbatches)
     assert [{action.stage for action in actions} for actions in order] == [{stage} for stage in range(stages)]
@@ -66,7 +67,7 @@ def test_orders_that_are_not_legal_are_told_from_those_that_are():
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), GRID)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ONE_STAGE)
 def test_a_stage_holds_as_many_microbatches_as_its_paper_says(schedule, stages, microbatches):
     """GPipe: all M. 1F1B: min(M, P - stage)."""
     for stage, actions in enumerate(schedules.order(schedule, stages, microbatches)):

@@ -16,6 +16,7 @@ import pytest
 from engine import job as jobs
 from engine.cost.machine import MACHINES, machine
 from engine.job import MODE_MODELS, MODE_SETTINGS, MODEL_DEFAULTS, applies, prepare, prepare_real
+from engine.schedules.rules import SENTENCES
 from engine.spec import MODELS, MODES, RULES, Fault, Spec, SpecError, closest, parse_fault
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +85,33 @@ JOINED = [
     ({"mode": "pipeline", "devices": "5"}, "too_many_stages", "devices"),
     ({"mode": "layer_split", "devices": "16384"}, "too_many_stages", "devices"),
     ({"mode": "pipeline", "model": "gpt", "layers": "2", "devices": "5"}, "too_many_stages", "devices"),
+    ({"mode": "pipeline", "schedule": "zbv", "devices": "3"}, "too_many_stages", "devices"),
+    ({"mode": "pipeline", "schedule": "looped_bfs", "stages-per-rank": "3"}, "too_many_stages", "devices"),
+    (
+        {"mode": "pipeline", "schedule": "looped_bfs", "devices": "1", "stages-per-rank": "5"},
+        "too_many_stages",
+        "stages_per_rank",
+    ),
+    ({"mode": "pipeline", "stages-per-rank": "2"}, "stages_of_schedule", "stages_per_rank"),
+    ({"mode": "pipeline", "schedule": "zbv", "stages-per-rank": "1"}, "stages_of_schedule", "stages_per_rank"),
+    ({"mode": "pipeline", "schedule": "dualpipev", "stages-per-rank": "4"}, "stages_of_schedule", "stages_per_rank"),
+    ({"mode": "pipeline", "schedule": "dualpipev", "microbatches": "2"}, "too_few_microbatches", "microbatches"),
+    # Two ranks, five microbatches: two rounds, and five is no multiple of two.
+    (
+        {"mode": "pipeline", "schedule": "interleaved_1f1b", "microbatches": "5", "global-batch": "60"},
+        "rounds_of_microbatches",
+        "microbatches",
+    ),
+    (
+        {"mode": "pipeline", "schedule": "interleaved_zero_bubble", "microbatches": "15", "global-batch": "60"},
+        "rounds_of_microbatches",
+        "microbatches",
+    ),
+    ({"mode": "pipeline", "schedule": "dualpipe", "devices": "3"}, "two_way_devices", "devices"),
+    ({"mode": "pipeline", "schedule": "dualpipe", "devices": "5"}, "two_way_devices", "devices"),
+    ({"mode": "pipeline", "schedule": "dualpipe", "devices": "6"}, "too_many_stages", "devices"),
+    ({"mode": "pipeline", "schedule": "dualpipe", "microbatches": "2"}, "two_way_microbatches", "microbatches"),
+    ({"mode": "pipeline", "schedule": "zbv", "split": "2,2"}, "split_sum", "split"),
     ({"mode": "pipeline", "split": "1,1"}, "split_sum", "split"),
     ({"mode": "pipeline", "split": "4"}, "split_sum", "split"),
     ({"mode": "layer_split", "split": "0,4"}, "split_sum", "split"),
@@ -196,8 +224,8 @@ def test_sentences_read_as_a_person_would_say_them():
 
 def test_every_rule_that_a_spec_can_break_is_among_the_cases():
     source = "".join((ROOT / "engine" / name).read_text() for name in ("spec.py", "job.py"))
-    raised = set(re.findall(r'SpecError\(\s*"(\w+)"', source))
-    elsewhere = {"not_json", "no_file", "no_gpu", "more_ranks_than_gpus", "cannot_run_here"}  # below
+    raised = set(re.findall(r'SpecError\(\s*"(\w+)"', source)) | SENTENCES.keys()
+    elsewhere = {"not_json", "no_file", "no_gpu", "more_ranks_than_gpus", "cannot_run_here", "planned_only"}  # below
     assert raised - elsewhere == {code for _, code, _ in CASES}
     assert raised <= RULES.keys()
 
@@ -207,7 +235,7 @@ def test_every_rule_that_a_spec_can_break_is_among_the_cases():
 
 def settings_that_do_not_apply() -> list[tuple[str, str, str]]:
     values = {"layers": "3", "hidden": "64", "heads": "4", "context": "32", "bucket-mb": "1", "split": "2,2"}
-    values |= {"microbatches": "4", "schedule": "gpipe", "dp": "1", "fsdp": "1"}
+    values |= {"microbatches": "4", "schedule": "gpipe", "dp": "1", "fsdp": "1", "stages-per-rank": "4"}
     return [
         (mode, model, name)
         for mode in MODES
@@ -469,6 +497,25 @@ def test_without_microbatches_there_are_twice_as_many_as_stages_or_the_next_that
     assert prepare(Spec(mode="pipeline", devices=devices, schedule=schedule)).spec.microbatches == expected
 
 
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("gpipe", 1), ("zb_h2", 1), ("looped_bfs", 2), ("interleaved_1f1b", 2), ("zbv", 2), ("dualpipe", 2)],
+)
+def test_a_device_has_as_many_stages_as_its_schedule_is_for(schedule, expected):
+    spec = Spec(mode="pipeline", schedule=schedule, model="mlp", layers=7)
+    job = prepare(spec)
+    assert job.spec.stages_per_rank == expected
+    # DualPipe's two stages a device are of two copies of the model: two stages in each.
+    assert len(job.stages) == 2 * expected
+    assert len(job.spec.split) == (2 if schedule == "dualpipe" else 2 * expected)
+
+
+def test_the_stages_of_dualpipe_are_two_copies_of_the_model():
+    stages = prepare(Spec(mode="pipeline", schedule="dualpipe", split=(1, 3))).stages
+    names = [[layer.name for layer in stage] for stage in stages]
+    assert names == [["conv1"], ["conv2", "fc1", "fc2"]] * 2
+
+
 def test_what_runs_in_one_process_says_so():
     assert prepare(Spec(mode="data_parallel", devices=4)).processes == 1
     assert prepare(Spec(mode="ddp", devices=4)).processes == 4
@@ -496,6 +543,30 @@ def test_what_this_machine_cannot_run_is_refused_with_what_it_can(monkeypatch, s
     assert (refused.value.code, refused.value.suggest) == (code, suggest)
     for value in suggest:
         prepare_real(Spec(**(settings | {refused.value.setting: value})))
+
+
+REAL = ("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
+
+
+@pytest.mark.parametrize(
+    ("settings", "suggest"),
+    [
+        ({"schedule": "zb_h2"}, REAL),
+        ({"schedule": "dualpipe"}, REAL),
+        ({"schedule": "zb_h2", "devices": 4}, ("gpipe", "1f1b")),  # the cnn has four layers
+        ({"schedule": "dualpipe", "microbatches": 4, "devices": 2, "stages_per_rank": 2}, REAL[2:]),
+        ({"schedule": "zb_h2", "microbatches": 1}, ("gpipe", *REAL[2:6])),  # 1f1b and dualpipev need more
+    ],
+)
+def test_a_schedule_that_pytorch_lacks_is_planned_and_not_run(settings, suggest):
+    spec = Spec(mode="pipeline", **settings)
+    prepare(spec)
+    with pytest.raises(SpecError) as refused:
+        prepare_real(spec)
+    assert (refused.value.code, refused.value.setting, refused.value.suggest) == ("planned_only", "schedule", suggest)
+    assert settings["schedule"] in str(refused.value)
+    for name in suggest:
+        prepare_real(spec.with_(schedule=name))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests.viz.examples import TWO, all_reduce, compute, message, predicted
 from viz.figures import words
 from viz.figures.compare import Pair, compare_info, plot_compare
 from viz.figures.losses import POINTS, losses_info, plot_losses
-from viz.figures.moving import WHOLE, moving_picture
+from viz.figures.moving import NO_CELL, WHOLE, moving_picture
 from viz.figures.picture import picture_info, typical_step
 from viz.figures.places import OUTSIDE
 from viz.figures.rows import rows
@@ -177,6 +177,17 @@ def test_a_piece_of_a_layer_lights_up_the_cell_of_the_layer():
     payload = moving_picture(picture_info(plan, layers, timeline), EN)
     lit = {payload["strings"][w]: c for w, c in zip(payload["spans"]["words"], payload["spans"]["cell"], strict=True)}
     assert [lit[f"forward · {part}"] for part in ("embed", "block1.attention", "block1.mlp", "head")] == [0, 1, 1, 5]
+
+
+def test_of_a_device_with_several_stages_the_one_that_computes_lights_up():
+    plan, layers, timeline = predicted("pipeline", 2, "unit", schedule="zbv", model="mlp", layers=3)
+    payload = moving_picture(picture_info(plan, layers, timeline), EN)
+    places = [payload["strings"][i] for i in payload["spans"]["place"]]
+    lit = set(zip(places, payload["spans"]["cell"], strict=True))
+    compute = {(place, cell) for place, cell in lit if cell not in (WHOLE, NO_CELL)}
+    # Counting down from -3: 1 + stage is what the boxes' own list has for a layer of that stage.
+    assert compute == {(f"rank {r} · stage {s}", -3 - s) for r, s in ((0, 0), (0, 3), (1, 1), (1, 2))}
+    assert payload["boxes"][0]["held"] == [1, 0, 0, 4]
 
 
 def test_a_still_figure_says_under_the_mouse_what_each_span_is():

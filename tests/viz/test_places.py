@@ -12,6 +12,7 @@ from viz.figures.moving import moving_picture
 from viz.figures.picture import picture_info
 from viz.figures.places import GAP, MARGIN, MAX_BOXES, OUTSIDE, places, segment
 from viz.locales import text
+from viz.theme import stage_colour
 
 EN = text("en")
 
@@ -30,6 +31,30 @@ def test_tensor_ranks_stand_side_by_side(devices):
     boxes = places(plan, [layer.name for layer in layers]).boxes
     assert [box.centre[0] for box in boxes] == [(i + 0.5) * 1000 / devices for i in range(devices)]
     assert len({box.y0 for box in boxes}) == 1
+
+
+SEVERAL = {"model": "mlp", "layers": 7, "hidden": 16}
+
+
+def test_a_pipeline_that_goes_round_stands_on_a_ring_and_a_v_in_a_row():
+    plan, _, _ = predicted("pipeline", 4, schedule="interleaved_1f1b", **SEVERAL)
+    corners = [box.centre for box in places(plan, ["a"]).boxes]
+    assert corners[0][0] == corners[3][0] < corners[1][0] == corners[2][0]
+    assert corners[0][1] == corners[1][1] > corners[3][1] == corners[2][1]
+    plan, _, _ = predicted("pipeline", 4, schedule="zbv", **SEVERAL)
+    assert len({box.y0 for box in places(plan, ["a"]).boxes}) == 1
+
+
+def test_a_device_with_several_stages_shows_which_layers_are_whose():
+    plan, layers, _ = predicted("pipeline", 4, schedule="zbv", **SEVERAL)
+    info = picture_info(plan, layers, *(predicted("pipeline", 4, schedule="zbv", **SEVERAL)[2:]))
+    assert [box.stages for box in info.places.boxes] == [(0, 7), (1, 6), (2, 5), (3, 4)]
+    assert [cell.stage for cell in info.places.boxes[1].cells] == [-1, 1, -1, -1, -1, -1, 6, -1]
+    payload = moving_picture(info, EN)
+    assert [box["titles"][0] for box in payload["boxes"]][::3] == ["rank 0 · stages 0, 7", "rank 3 · stages 3, 4"]
+    assert payload["boxes"][1]["held"] == [0, 2, 0, 0, 0, 0, 7, 0]
+    filled = [shape.get("fillcolor") for shape in payload["figure"]["layout"]["shapes"]]
+    assert filled.count(stage_colour(0)) == 2 * filled.count(stage_colour(2))  # 0 and 6 share a colour, 2 has its own
 
 
 @pytest.mark.parametrize("devices", [3, 4, 5, 6, 8, 12, 16])

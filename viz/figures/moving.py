@@ -14,7 +14,8 @@ from viz.figures.places import Box, segment
 from viz.figures.rows import Bar
 from viz.figures.still import gauge, still_layout, still_traces
 
-WHOLE, NO_CELL = -1, -2  # instead of the index of a cell: every layer that the device holds; none
+# Instead of the index of a cell: every layer that the device holds; none; and counting down, those of stage 0, 1, ...
+WHOLE, NO_CELL, OF_STAGE = -1, -2, -3
 MAX_LAYERS_NAMED = 8
 
 
@@ -81,7 +82,7 @@ def _box(box: Box, text: words.Text, staged: bool) -> dict[str, Any]:
         "memory": [round(x1 + 8, 1), round(y, 1), words.show_bytes(box.memory)],
         "cells": [[round(v, 1) for v in cell[3:7]] for cell in box.cells],
         "kept": [[round(v, 1) for v in cell.kept] for cell in box.cells],
-        "held": [int(cell.held) for cell in box.cells],
+        "held": [1 + cell.stage for cell in box.cells],
         "layers": [cell.name if named else "" for cell in box.cells],
     }
 
@@ -90,7 +91,8 @@ def _titles(box: Box, text: words.Text, staged: bool) -> list[str]:
     """From the longest to the shortest: the player takes the first that fits."""
     rank = text("figure.rank", rank=box.rank)
     longest = [words.rank_and_stage(text, box.rank, box.stages)] if staged else []
-    return [*longest, rank, str(box.rank)]
+    short = [f"{rank} · {', '.join(f's{stage}' for stage in box.stages)}"] if len(box.stages) > 1 else []
+    return [*longest, *short, rank, str(box.rank)]
 
 
 def _spans(info: PictureInfo, text: words.Text, looks: dict[str, int], strings: Strings, clock) -> dict[str, list]:
@@ -118,13 +120,13 @@ def _spans(info: PictureInfo, text: words.Text, looks: dict[str, int], strings: 
 
 def _cell(info: PictureInfo, bar: Bar) -> int:
     """Which of its device's cells lights up."""
-    span, cells = bar.span, info.places.boxes[bar.row].cells
+    span, box = bar.span, info.places.boxes[bar.row]
     if not bar.computes or bar.behind or span.kind == "load":
         return NO_CELL
     if not span.part:
-        return WHOLE
+        return OF_STAGE - span.stage if len(box.stages) > 1 and span.stage >= 0 else WHOLE
     layer = span.part.split(".")[0]  # block1.attention is a piece of block1
-    return next((i for i, cell in enumerate(cells) if layer == cell.name), NO_CELL)
+    return next((i for i, cell in enumerate(box.cells) if layer == cell.name), NO_CELL)
 
 
 def _flights(info: PictureInfo, looks: dict[str, int], clock) -> dict[str, Any]:

@@ -18,26 +18,34 @@ WIDTH = 1000
 MAX_BOXES = 16
 MAX_CELLS = 24
 OUTSIDE = -1  # where a batch comes from
+NOT_HELD = -1  # instead of a stage
 
 BOX_WIDTHS, BOX_SHARE = (56, 250), 0.64  # narrowest and widest; part of a column that its box takes
 MARGIN, GAP = 44, 58  # above and below all boxes, where batches enter; between two rows of boxes
 TITLE, FOOT, PAD = 34, 26, 10  # inside a box: above the cells, below them, at their sides
 CELL_HEIGHTS, MAX_COLUMN = (14, 26), 8  # of cells stacked in a column; more than these stand in one row
-SHARDING = ("fsdp",)  # mesh axes along which a layer is cut into shards
+SHARDING = ("fsdp", "tp")  # mesh axes along which a layer is cut into shards
 LANE = 7  # how far each direction of a link lies from the middle
 
 
 class Cell(NamedTuple):
-    """One layer of the model in one device, or a few where there are many: those from `layers[0]` up to `layers[1]`."""
+    """One layer of the model in one device, or a few where there are many: those from `layers[0]` up to `layers[1]`.
+
+    `stage`: of the layers that the device holds of it; -1 when it holds none.
+    """
 
     layers: tuple[int, int]
     name: str
-    held: bool  # some of it
+    stage: int
     x0: float
     x1: float
     y0: float
     y1: float
     kept: tuple[float, float]  # from x to x: the part of the cell that stands for what the device holds of it
+
+    @property
+    def held(self) -> bool:
+        return self.stage >= 0
 
 
 class Box(NamedTuple):
@@ -88,7 +96,9 @@ def places(plan: Plan, layers: Sequence[str], memory: Sequence[int] | None = Non
         stages = sorted({op.stage for op in Ops.of(program.ops).templates if op.stage is not None})
         held = sum(program.memory.values()) if memory is None else memory[rank]
         inner = (x - wide / 2 + PAD, x + wide / 2 - PAD, y + FOOT, y + FOOT + zone)
-        cells = _cells(layers, _held(plan, rank), inner, stacked)
+        stage_of = dict.fromkeys(program.holds, stages[0] if stages else 0)
+        stage_of |= zip(program.holds, program.stages, strict=False)
+        cells = _cells(layers, stage_of, _held(plan, rank), inner, stacked)
         boxes.append(Box(rank, tuple(stages), held, x - wide / 2, x + wide / 2, y, y + high, cells))
     return Places(tuple(boxes), plan.world_size - len(ranks), height, tuple(sorted(graph.edges)))
 
@@ -96,8 +106,9 @@ def places(plan: Plan, layers: Sequence[str], memory: Sequence[int] | None = Non
 def device_graph(plan: Plan, drawn: int) -> nx.DiGraph:
     """Devices, with an edge wherever something can move, and `column` and `row` of each.
 
-    Pipeline stages stand left to right, and so do tensor ranks. Replicas stand on a ring, neighbours side by side;
-    where everything comes from one device (nn.DataParallel), that device stands above the others.
+    Pipeline stages stand left to right, unless some are linked past others: then on a ring, as replicas do, neighbours
+    side by side. Tensor ranks stand left to right. Where everything comes from one device (nn.DataParallel), that one
+    stands above the others.
     """
     graph = nx.DiGraph()
     graph.add_nodes_from(range(drawn))
@@ -122,7 +133,8 @@ def device_graph(plan: Plan, drawn: int) -> nx.DiGraph:
             elif len(group) > 1:
                 graph.add_edges_from(zip(group, group[1:] + group[:1], strict=True))
     graph.graph["lines"] = "row" if rooted and drawn > 2 else "column"
-    for rank, (column, row) in _spots(plan, drawn, rooted).items():
+    in_line = plan.mesh.degree("pp") > 1 and all(abs(a - b) == 1 for a, b in graph.edges)
+    for rank, (column, row) in _spots(plan, drawn, rooted, in_line).items():
         graph.nodes[rank].update(column=column, row=row)
     return graph
 
@@ -132,8 +144,8 @@ def is_rooted(kinds: set[str]) -> bool:
     return bool(kinds & {"scatter", "gather", "reduce"})
 
 
-def _spots(plan: Plan, drawn: int, rooted: bool) -> dict[int, tuple[int, int]]:
-    """(column, row) of each rank, counted within its column or row."""
+def _spots(plan: Plan, drawn: int, rooted: bool, in_line: bool) -> dict[int, tuple[int, int]]:
+    """(column, row) of each rank, counted within its column or row. `in_line`: stages have links to neighbours only."""
     stages = plan.mesh.degree("pp")
     if rooted and drawn > 2:
         lines = math.ceil((drawn - 1) / 8)
@@ -150,7 +162,7 @@ def _spots(plan: Plan, drawn: int, rooted: bool) -> dict[int, tuple[int, int]]:
     shards = plan.mesh.degree("fsdp")
     if 1 < shards < plan.world_size and shards <= 8:  # a replica in each row, and equal shards below each other
         return {rank: tuple(plan.mesh.coordinate(rank, axis) for axis in ("fsdp", "dp")) for rank in range(drawn)}
-    if drawn <= (8 if stages > 1 or plan.mesh.degree("tp") > 1 else 2):
+    if drawn <= (8 if in_line or plan.mesh.degree("tp") > 1 else 2):
         return {rank: (rank, 0) for rank in range(drawn)}
     # Out along the top and back along the bottom; an odd one stands alone in the first column.
     odd, columns = drawn % 2, math.ceil(drawn / 2)
@@ -182,20 +194,28 @@ def _held(plan: Plan, rank: int) -> dict[int, tuple[float, float]]:
             for layer, share in zip(plan.program(other).holds, plan.program(other).shares, strict=True):
                 before[layer] = before.get(layer, 0.0) + share
     return {
-        layer: (before[layer], min(1.0, before[layer] + share))
+        layer: (before[layer], min(1.0, before[layer] + share)) if share < 1.0 else (0.0, 1.0)
         for layer, share in zip(program.holds, program.shares, strict=True)
     }
 
 
 def _cells(
-    layers: Sequence[str], held: dict[int, tuple[float, float]], inner: tuple, stacked: bool
+    layers: Sequence[str],
+    stage_of: dict[int, int],
+    held: dict[int, tuple[float, float]],
+    inner: tuple,
+    stacked: bool,
 ) -> tuple[Cell, ...]:
-    """The model from first to last layer: top to bottom when stacked, else left to right."""
+    """The model from first to last layer: top to bottom when stacked, else left to right.
+
+    `stage_of` and `held`: of each layer that the device holds, its stage and which part of it.
+    """
     x0, x1, y0, y1 = inner
     count, cells = min(len(layers), MAX_CELLS), []
     for i in range(count):
         first, end = i * len(layers) // count, (i + 1) * len(layers) // count
         parts = [held[layer] for layer in range(first, end) if layer in held]
+        stage = next((stage_of[layer] for layer in range(first, end) if layer in stage_of), NOT_HELD)
         name = layers[first] if end == first + 1 else f"{layers[first]} – {layers[end - 1]}"
         if stacked:
             step = (y1 - y0) / count
@@ -205,7 +225,7 @@ def _cells(
             spot = (x0 + i * step, x0 + (i + 1) * step - min(3, step / 4), y0 + 4, y1)
         left, right = spot[:2]
         kept = [left + (right - left) * part for part in (parts[0] if parts else (0.0, 0.0))]
-        cells.append(Cell((first, end), name, bool(parts), *spot, (kept[0], kept[1])))
+        cells.append(Cell((first, end), name, stage, *spot, (kept[0], kept[1])))
     return tuple(cells)
 
 

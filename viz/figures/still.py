@@ -166,9 +166,8 @@ def _links(where: Places) -> list[dict[str, Any]]:
 
 
 def _inside(box: Box, where: Places) -> list[dict[str, Any]]:
-    """The layers that a device holds, in the colour of its stage, and its share of the fullest device's memory."""
-    colour = theme.stage_colour(box.stages[0] if box.stages else 0)
-    shapes = [_block(*cell.kept, cell.y0, cell.y1, colour) for cell in box.cells if cell.held]
+    """The layers that a device holds, in the colours of their stages, and its share of the fullest device's memory."""
+    shapes = [_block(*cell.kept, cell.y0, cell.y1, theme.stage_colour(cell.stage)) for cell in box.cells if cell.held]
     most = max(other.memory for other in where.boxes)
     x0, x1, y = gauge(box)
     shapes.append(_block(x0, x1, y - 2.5, y + 2.5, theme.LINE))

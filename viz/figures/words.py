@@ -56,8 +56,13 @@ def labels(text: Text, span: Span, *, numbered: bool) -> tuple[str, ...]:
 
 
 def rank_and_stage(text: Text, rank: int, stages: tuple[int, ...]) -> str:
+    """`rank 1`, `rank 1 · stage 1`, `rank 0 · stages 0, 7`."""
     words = [text("figure.rank", rank=rank)]
-    return " · ".join([*words, *(text("figure.stage", stage=stage) for stage in stages)])
+    if len(stages) > 1:
+        words.append(text("figure.stages", stages=", ".join(map(str, stages))))
+    elif stages:
+        words.append(text("figure.stage", stage=stages[0]))
+    return " · ".join(words)
 
 
 def unit_of(seconds: float) -> tuple[float, str]:

@@ -8,7 +8,7 @@ import streamlit as st
 
 from engine import modes
 from engine.cost.machine import MACHINES
-from engine.job import MODEL_DATASETS, Job, applies
+from engine.job import MODEL_DATASETS, Job
 from engine.spec import MODELS, MODES, SpecError, parse_text, type_of
 from viz import locales
 from viz.locales import LANGUAGES, Catalogue
@@ -21,7 +21,7 @@ ROWS = (
     ("microbatches", "schedule"),
     ("dp", "fsdp"),
     ("bucket_mb",),
-    ("split",),
+    ("stages_per_rank", "split"),
     ("model", "dataset"),
     ("layers", "hidden"),
     ("heads", "context"),
@@ -57,7 +57,7 @@ def show_language(asked: Asked) -> None:
 
 def show_settings(asked: Asked, job: Job, error: SpecError | None, text: Catalogue) -> None:
     """`job` is what is drawn, and gives what is not set its default; `error` is why it is not what was asked for."""
-    shown = {"mode"} | {name for name in _names(ROWS + MORE) if applies(name, asked.mode, asked.model)}
+    shown = {"mode"} | {name for name in _names(ROWS + MORE) if asked.applies(name)}
     if asked.mode == "single":
         shown.discard("devices")
     if error is not None and error.setting not in shown:

@@ -14,11 +14,14 @@ from typing import Any
 
 import streamlit as st
 
-from engine.job import MODEL_DATASETS, applies, prepare, prepare_real
+from engine import schedules
+from engine.job import MODE_SETTINGS, MODEL_DATASETS, applies, prepare, prepare_real
 from engine.spec import MODELS, MODES, Spec, SpecError
 from viz import locales
 
 FIELDS = {f.name: f for f in dataclasses.fields(Spec)}
+DEFAULT_SCHEDULE = MODE_SETTINGS["pipeline"]["schedule"]
+FIXED_STAGES = {name for name, shape in schedules.TABLE.items() if shape.stages_per_rank}  # the schedule says how many
 
 
 @dataclass(slots=True)
@@ -74,8 +77,8 @@ class Asked:
         return text if text in MODELS else FIELDS["model"].default
 
     def _sort_out(self, changed: str) -> None:
-        """After another mode or model was chosen: put what does not apply to it aside, take back what does."""
-        if changed not in ("mode", "model"):
+        """After another mode, model or schedule was chosen: put what does not apply aside, take back what does."""
+        if changed not in ("mode", "model", "schedule"):
             return
         single = self.mode == "single"
         if single and self.value("devices") != "1":
@@ -85,16 +88,21 @@ class Asked:
             self.set("devices", self.aside.pop("devices"))
         for name in FIELDS:
             key = param(name)
-            if key in self.settings and not _fits(name, self.settings[key], self.mode, self.model):
+            if key in self.settings and not self._fits(name, self.settings[key]):
                 self.aside[key] = self.settings.pop(key)
-            elif key in self.aside and name != "devices" and _fits(name, self.aside[key], self.mode, self.model):
+            elif key in self.aside and name != "devices" and self._fits(name, self.aside[key]):
                 self.settings[key] = self.aside.pop(key)
 
+    def _fits(self, name: str, text: str) -> bool:
+        if name == "dataset":
+            return text in MODEL_DATASETS[self.model]
+        return self.applies(name)
 
-def _fits(name: str, text: str, mode: str, model: str) -> bool:
-    if name == "dataset":
-        return text in MODEL_DATASETS[model]
-    return applies(name, mode, model)
+    def applies(self, name: str) -> bool:
+        """Whether a setting means anything beside the others."""
+        if name == "stages_per_rank" and (self.value("schedule") or DEFAULT_SCHEDULE) in FIXED_STAGES:
+            return False
+        return applies(name, self.mode, self.model)
 
 
 def param(name: str) -> str:

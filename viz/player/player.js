@@ -273,8 +273,9 @@ class Player {
         under("path", { d, fill: "none", stroke: colour, "stroke-width": wide, opacity: opacity * on });
       over("path", { d, fill: colour, opacity: 0.13 * on, stroke: colour, "stroke-width": 2.5 });
       cells.forEach(([c0, c1, d0, d1], c) => {
-        if (spans.cell[i] !== c && !(spans.cell[i] === -1 && held[c])) return;
-        const [k0, k1] = spans.cell[i] === c ? [c0, c1] : kept[c]; // a layer that computes is whole; what is updated, a shard
+        const lit = spans.cell[i]; // a cell, -1: all that are held, or -2 - held: those of one stage
+        if (lit !== c && !(held[c] && (lit === -1 || lit === -2 - held[c]))) return;
+        const [k0, k1] = lit === c ? [c0, c1] : kept[c]; // a layer that computes is whole; what is updated, a shard
         over("path", { d: rounded(px(k0), px(k1), py(d1), py(d0), 2), fill: colour, opacity: on });
         if (this.named && k1 - k0 > (c1 - c0) / 2) over("text", { x: (px(c0) + px(c1)) / 2, y: (py(d0) + py(d1)) / 2, fill: ink, opacity: on, class: "ls-lit" }, layers[c]);
       });

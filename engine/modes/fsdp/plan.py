@@ -84,6 +84,6 @@ def sharded(job: Job, mesh: Mesh, passes: list[Op], *, gathered: int) -> Plan:
         holds = tuple(i for i, layer in enumerate(shards) if layer.param_bytes)
         roles += [len(programs)] * len(run)
         shares = tuple(shards[i].param_bytes / job.layers[i].param_bytes for i in holds)
-        programs.append(Program(ops, holds, memory | {"gathered": gathered}, shares if ranks > 1 else ()))
+        programs.append(Program(ops, holds, memory | {"gathered": gathered}, shares=shares if ranks > 1 else ()))
     replicas = mesh.size // ranks
     return Plan(mesh, tuple(programs), tuple(roles) * replicas, tuple(layer.name for layer in job.layers))

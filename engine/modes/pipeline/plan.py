@@ -1,26 +1,55 @@
 """A job in a pipeline -> its plan: a schedule's order of microbatches, with the messages that it needs."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from engine import chain, schedules
 from engine.columns import Ops, unroll
 from engine.job import Job
 from engine.plan import Mesh, Op, Plan, Program
+from engine.schedules import messages
+
+ONE_STAGE = ("gpipe", "1f1b")  # one stage a rank, and every backward whole
 
 
 def plan(job: Job, step: int) -> Plan:
-    stages = job.stages
-    order = schedules.order(job.spec.schedule, len(stages), job.spec.microbatches)
-    programs, first = [], 0
-    for i, layers in enumerate(stages):
-        holds = tuple(range(first, first + len(layers)))
-        programs.append(Program(_ops(job, i, order[i]), holds, chain.standing_memory(layers, job.spec)))
-        first += len(layers)
+    spec = job.spec
+    shape = (spec.schedule, spec.devices, spec.stages_per_rank)
+    placement, pipelines = schedules.placement(*shape), schedules.pipelines(*shape)
+    order = schedules.order(spec.schedule, spec.devices, spec.microbatches, spec.stages_per_rank)
+    if spec.schedule in ONE_STAGE:
+        ops = [_one_stage(job, stage, actions) for stage, actions in enumerate(order)]
+    else:
+        rank_of = schedules.ranks_of(placement)
+        sizes = {stage: layers[-1].output_bytes * _samples(job) for stage, layers in enumerate(job.stages)}
+        ops = [
+            messages.unrolled(
+                actions,
+                _passes(job, placement[rank], pipelines),
+                sizes,
+                rank_of,
+                before=_load(job, placement[rank], pipelines),
+                after=[*_exchange(job, placement[rank], pipelines), _optimizer(job, placement[rank])],
+            )
+            for rank, actions in enumerate(messages.add_late(order, pipelines))
+        ]
+    programs = []
+    for rank, stages in enumerate(placement):
+        stage_of = {layer: stage for stage in stages for layer in job.stage_layers[stage]}
+        holds = tuple(sorted(stage_of))
+        several = tuple(stage_of[layer] for layer in holds) if len(stages) > 1 else ()
+        memory = chain.standing_memory(_layers(job, stages), spec)
+        programs.append(Program(ops[rank], holds, memory, stages=several))
     names = tuple(layer.name for layer in job.layers)
-    return Plan(Mesh(("pp",), (len(stages),)), tuple(programs), tuple(range(len(stages))), names)
+    return Plan(Mesh(("pp",), (spec.devices,)), tuple(programs), tuple(range(spec.devices)), names)
 
 
-def _ops(job: Job, stage: int, order: list[schedules.Action]) -> Ops:
-    """Forward: receive an activation, compute, send one on. Backward: the same with gradients, the other way."""
-    stages, samples = job.stages, job.spec.global_batch // job.spec.microbatches
+def _one_stage(job: Job, stage: int, order: list[schedules.Action]) -> Ops:
+    """Where a rank has one stage, and its passes are whole: each pass with its messages, unrolled at once.
+
+    Forward: receive an activation, compute, send one on. Backward: the same with gradients, the other way.
+    """
+    stages, samples = job.stages, _samples(job)
     is_first, is_last = stage == 0, stage == len(stages) - 1
     inbound = 0 if is_first else stages[stage - 1][-1].output_bytes * samples
     outbound = stages[stage][-1].output_bytes * samples
@@ -38,9 +67,61 @@ def _ops(job: Job, stage: int, order: list[schedules.Action]) -> Ops:
             *(_message("send", "gradient", stage, peer, inbound) for peer in previous),
         ),
     }
-    load = [chain.load(job.sample_bytes, job.spec.global_batch)] if is_first or is_last else []
+    pipelines = [range(len(stages))]
     calls = [(action.kind, action.microbatch) for action in order]
-    return unroll(passes, calls, before=load, after=[chain.optimizer(stages[stage], job.spec)])
+    return unroll(passes, calls, before=_load(job, [stage], pipelines), after=[_optimizer(job, [stage])])
+
+
+def _passes(job: Job, stages: Sequence[int], pipelines: list[range]) -> dict[tuple[str, int], list[Op]]:
+    """The compute of each pass through each stage of a rank.
+
+    A backward's two halves share its FLOPs. Where nobody waits for the gradient of the input, in a first stage,
+    PyTorch leaves all of it to the weights' half.
+    """
+    passes, samples, firsts = {}, _samples(job), {pipeline[0] for pipeline in pipelines}
+    for stage in stages:
+        layers = job.stages[stage]
+        backward = chain.whole_stage(chain.backward(layers, samples, stage=stage))
+        inputs = 0 if stage in firsts else backward.flops // 2
+        traffic = 0 if stage in firsts else backward.bytes // 2
+        halves = {
+            "backward_input": replace(backward, kind="backward_input", flops=inputs, bytes=traffic),
+            "backward_weight": replace(
+                backward, kind="backward_weight", flops=backward.flops - inputs, bytes=backward.bytes - traffic
+            ),
+        }
+        forward = chain.whole_stage(chain.forward(layers, samples, stage=stage))
+        passes |= {(op.kind, stage): [op] for op in (forward, backward, *halves.values())}
+    return passes
+
+
+def _load(job: Job, stages: Sequence[int], pipelines: list[range]) -> list[Op]:
+    """The batch, on ranks that have the first stage of a pipeline or the last."""
+    ends = {stage for pipeline in pipelines for stage in (pipeline[0], pipeline[-1])}
+    return [chain.load(job.sample_bytes, job.spec.global_batch)] if ends & set(stages) else []
+
+
+def _exchange(job: Job, stages: Sequence[int], pipelines: list[range]) -> list[Op]:
+    """Of two copies of a model (DualPipe): the ranks with the same layers give each other their gradients."""
+    if len(pipelines) == 1:
+        return []
+    num = len(pipelines[0])
+    rank = stages[0]
+    by_layers = sorted(stages, key=lambda stage: stage % num)
+    sizes = {stage: sum(layer.param_bytes for layer in job.stages[stage]) for stage in stages}
+    return [_message(kind, "gradient", s, num - 1 - rank, sizes[s]) for kind in ("send", "recv") for s in by_layers]
+
+
+def _optimizer(job: Job, stages: Sequence[int]) -> Op:
+    return chain.optimizer(_layers(job, stages), job.spec)
+
+
+def _layers(job: Job, stages: Sequence[int]) -> list:
+    return [layer for stage in stages for layer in job.stages[stage]]
+
+
+def _samples(job: Job) -> int:
+    return job.spec.global_batch // job.spec.microbatches
 
 
 def _message(kind: str, payload: str, stage: int, peer: int, size: int) -> Op:

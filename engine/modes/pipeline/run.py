@@ -2,15 +2,24 @@
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
 
+from engine import schedules
 from engine.job import Job
 from engine.real import models
 from engine.real.data import Batches
 from engine.real.recorder import Recorder
 from engine.real.training import Place
 
-SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+ONE_STAGE = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
+SEVERAL_STAGES = {
+    "looped_bfs": pipelining.ScheduleLoopedBFS,
+    "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+    "dualpipev": pipelining.ScheduleDualPipeV,
+}
 
 
 def training(job: Job, place: Place) -> "Pipeline":
@@ -36,9 +45,14 @@ class MarkedStage(PipelineStage):
             "forward", self.forward_began, self.recorder.now(), stage=self.stage_index, microbatch=self.chunk
         )
 
-    def backward_one_chunk(self, bwd_chunk_id, *args, **kwargs):
-        with self.recorder.span("backward", stage=self.stage_index, microbatch=bwd_chunk_id):
-            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+    def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
+        kind = "backward" if full_backward else "backward_input"
+        with self.recorder.span(kind, stage=self.stage_index, microbatch=bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id, last_backward=False):
+        with self.recorder.span("backward_weight", stage=self.stage_index, microbatch=bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def get_fwd_recv_ops(self, fwd_chunk_id):
         return self._noted(super().get_fwd_recv_ops(fwd_chunk_id), "recv", "activation", fwd_chunk_id)
@@ -62,33 +76,43 @@ class MarkedStage(PipelineStage):
 
 class Pipeline:
     def __init__(self, job: Job, place: Place):
-        self.job, self.recorder, stage = job, place.recorder, place.rank
-        self.chain = models.piece(models.build(job), job, stage).to(place.device)
-        self.optimizer = models.make_optimizer(job, self.chain.parameters())
+        self.job, self.recorder = job, place.recorder
+        spec, whole = job.spec, models.build(job)
+        placement = schedules.placement(spec.schedule, place.world_size, spec.stages_per_rank)
         self.batches = Batches(job, 0, 1, place.device)
+        self.stages = [self._stage(whole, stage, place) for stage in placement[place.rank]]
+        self.is_first = any(stage.is_first for stage in self.stages)
+        self.last = next((stage for stage in self.stages if stage.is_last), None)
+        self.optimizer = models.make_optimizer(job, self.held().values())
+        if spec.schedule in ONE_STAGE:
+            self.schedule = ONE_STAGE[spec.schedule](self.stages[0], spec.microbatches, loss_fn=self._loss)
+        else:  # never with defer_pp_recv: it mixes up messages (docs/decisions/schedules.md)
+            self.schedule = SEVERAL_STAGES[spec.schedule](self.stages, spec.microbatches, loss_fn=self._loss)
+        # The first pass through a schedule also agrees on shapes; it is run once before any step is counted.
+        self._pass(*self.batches(0))
+
+    def _stage(self, whole: models.Chain, stage: int, place: Place) -> MarkedStage:
+        job, device = self.job, place.device
         samples = job.spec.global_batch // job.spec.microbatches
-        output = torch.zeros(samples, *job.stages[stage][-1].output, device=place.device, requires_grad=True)
+        output = torch.zeros(samples, *job.stages[stage][-1].output, device=device, requires_grad=True)
         if stage == 0:
             example = self.batches(0)[0][:samples]
         else:
             shape = job.stages[stage - 1][-1].output
-            example = torch.zeros(samples, *shape, device=place.device, requires_grad=True)
-        self.stage = MarkedStage(
-            self.chain, stage, place.world_size, place.device, input_args=(example,), output_args=(output,)
-        )
-        self.stage.recorder = place.recorder
-        self.schedule = SCHEDULES[job.spec.schedule](self.stage, job.spec.microbatches, loss_fn=self._loss)
-        # The first pass through a schedule also agrees on shapes; it is run once before any step is counted.
-        self._pass(*self.batches(0))
+            example = torch.zeros(samples, *shape, device=device, requires_grad=True)
+        chain = models.piece(whole, job, stage).to(device)
+        marked = MarkedStage(chain, stage, len(job.stages), device, input_args=(example,), output_args=(output,))
+        marked.recorder = place.recorder
+        return marked
 
     def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         loss = models.loss_of(output, target)
-        self.stage.end_forward()
+        self.last.end_forward()
         return loss
 
     def make_gradients(self, step: int) -> float | None:
         self.optimizer.zero_grad()
-        if self.stage.is_first or self.stage.is_last:
+        if self.is_first or self.last:
             with self.recorder.span("load", payload="batch"):
                 inputs, targets = self.batches(step)
             return self._pass(inputs, targets)
@@ -96,10 +120,10 @@ class Pipeline:
 
     def _pass(self, inputs: torch.Tensor | None, targets: torch.Tensor | None) -> float | None:
         losses: list[torch.Tensor] = []
-        feed = (inputs,) if self.stage.is_first else ()
-        wanted = {"target": targets, "losses": losses} if self.stage.is_last else {}
+        feed = (inputs,) if self.is_first else ()
+        wanted = {"target": targets, "losses": losses} if self.last else {}
         self.schedule.step(*feed, **wanted)
         return torch.stack(losses).mean().item() if losses else None
 
     def held(self) -> dict[str, nn.Parameter]:
-        return dict(self.chain.named_parameters())
+        return {name: p for stage in self.stages for name, p in stage.submod.named_parameters()}

@@ -48,7 +48,9 @@ def assemble(
         for item in backward(job, layer) if ranks > 1 else [layer]:
             ops += chain.backward([item], batch) if isinstance(item, Layer) else [_of_batch(item, "gradient", batch)]
     ops += [*(after if ranks > 1 else []), chain.optimizer(layers, job.spec)]
-    program = Program(tuple(ops), tuple(range(len(layers))), chain.standing_memory(layers, job.spec))
+    shares = tuple(mine.param_bytes / layer.param_bytes for mine, layer in zip(layers, job.layers, strict=True))
+    memory = chain.standing_memory(layers, job.spec)
+    program = Program(tuple(ops), tuple(range(len(layers))), memory, shares=shares if job.spec.devices > 1 else ())
     return Plan(Mesh(("tp",), (ranks,)), (program,), (0,) * ranks, tuple(layer.name for layer in layers))
 
 
