@@ -2,7 +2,7 @@
 
 Compared lane by lane on every rank in every step: compute, each collective axis, each direction of a link. A measured
 op that does not know its part (a bucket's all-reduce is seen as a call of so many bytes) takes it from the planned op
-it is joined to. Two collectives that overlap in time have no order between them: gloo runs them on two threads.
+it is joined to. Asynchronous collectives may be noted a little out of order (see `_in_order`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from engine.plan import Plan
+from engine.plan import COLLECTIVES, Plan
 from engine.timeline import NONE, Span
 
 
@@ -29,8 +29,8 @@ def conform(spans: Iterable[Span], plan_of: Callable[[int], Plan], steps: Iterab
         planned = _lanes(plan_of(step))
         keys = planned.keys() | {(rank, lane) for s, rank, lane in measured if s == step}
         for rank, lane in sorted(keys):
-            wanted = planned.get((rank, lane), [])
-            seen = _in_order(measured.pop((step, rank, lane), []), wanted)
+            wanted, free = planned.get((rank, lane), ([], []))
+            seen = _in_order(measured.pop((step, rank, lane), []), wanted, free)
             planned_count += len(wanted)
             for i in range(max(len(wanted), len(seen))):
                 want = wanted[i] if i < len(wanted) else None
@@ -55,13 +55,15 @@ def conform(spans: Iterable[Span], plan_of: Callable[[int], Plan], steps: Iterab
     return report | {"first_difference": difference}, joined + left
 
 
-def _lanes(plan: Plan) -> dict[tuple[int, str], list[Span]]:
-    """The planned ops of every rank and lane, as spans without times."""
-    lanes = defaultdict(list)
+def _lanes(plan: Plan) -> dict[tuple[int, str], tuple[list[Span], list[bool]]]:
+    """The planned ops of every rank and lane, as spans without times; and which are asynchronous collectives."""
+    lanes: dict[tuple[int, str], tuple[list[Span], list[bool]]] = defaultdict(lambda: ([], []))
     for rank in range(plan.world_size):
         for op in plan.program(rank).ops:
             lane, peer = plan.lane(rank, op), plan.peer_rank(rank, op)
-            lanes[rank, lane].append(
+            spans, free = lanes[rank, lane]
+            free.append(op.asynchronous and op.kind in COLLECTIVES)
+            spans.append(
                 Span(
                     rank,
                     lane,
@@ -81,13 +83,21 @@ def _lanes(plan: Plan) -> dict[tuple[int, str], list[Span]]:
     return lanes
 
 
-def _in_order(seen: list[Span], wanted: list[Span]) -> list[Span]:
-    """Spans by start; neighbours that overlap in time are put in the planned order, if that is one of theirs."""
+def _in_order(seen: list[Span], wanted: list[Span], free: list[bool]) -> list[Span]:
+    """Spans by start; an asynchronous op (`free`) that gloo noted late is put where it was planned.
+
+    gloo takes ops off its queue in order, but runs two at a time and notes the start of each on the thread that runs
+    it. A thread that has to wait for a core lets the other one run ahead, so one op can be noted after its successors:
+    one, since there are two threads, and those successors in their order.
+    """
     seen = sorted(seen, key=lambda span: span.start)
-    for i in range(min(len(seen), len(wanted)) - 1):
-        a, b = seen[i], seen[i + 1]
-        if a.lane != "compute" and b.start < a.end and not _same(wanted[i], a) and _same(wanted[i], b):
-            seen[i], seen[i + 1] = b, a
+    for i, want in enumerate(wanted[: len(seen)]):
+        if not free[i] or _same(want, seen[i]):
+            continue
+        late = next((j for j in range(i + 1, len(seen)) if _same(want, seen[j])), 0)
+        ahead = range(i, late)
+        if late < len(wanted) and all(free[k + 1] and _same(wanted[k + 1], seen[k]) for k in ahead):
+            seen.insert(i, seen.pop(late))
     return seen
 
 

@@ -96,17 +96,40 @@ def test_two_computes_in_the_wrong_order_are_seen():
     assert report["first_difference"]["measured"] == "forward s0 m1"
 
 
-def test_collectives_that_overlap_have_no_order_but_others_do():
-    """gloo runs two at a time and notes the start of each on its own thread."""
-    job = prepare(Spec(mode="ddp", devices=2, model="mlp", bucket_mb=0.2, steps=STEPS))
-    spans = as_measured(job)
-    first, second = (i for i, s in enumerate(spans) if s.kind == "all_reduce" and s.rank == 0 and s.step == 3)
-    begin = spans[first].start
-    spans[first] = spans[first]._replace(start=begin + 2e-6, end=begin + 9e-6)
-    spans[second] = spans[second]._replace(start=begin + 1e-6, end=begin + 8e-6)
-    assert verdict(job, spans)["ok"] is True
-    spans[second] = spans[second]._replace(end=begin + 1.5e-6)
-    assert verdict(job, spans)["ok"] is False
+def with_starts(order: list[int]) -> list[Span]:
+    """The three buckets' all-reduces of rank 0 in step 3, noted in this order, one after the other."""
+    spans = as_measured(BUCKETS)
+    found = [i for i, s in enumerate(spans) if s.kind == "all_reduce" and s.rank == 0 and s.step == 3]
+    begin = spans[found[0]].start
+    for place, which in enumerate(order):
+        start = begin + place * 1e-6
+        spans[found[which]] = spans[found[which]]._replace(start=start, end=start + 0.5e-6)
+    return spans
+
+
+BUCKETS = prepare(Spec(mode="ddp", devices=2, model="mlp", layers=2, hidden=64, bucket_mb=0.001, steps=STEPS))
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [1, 0, 2], [0, 2, 1], [1, 2, 0]])
+def test_one_asynchronous_collective_may_be_noted_late(order):
+    """gloo runs two at a time and notes the start of each on its own thread: one can wait for a core there."""
+    assert verdict(BUCKETS, with_starts(order))["ok"] is True
+
+
+@pytest.mark.parametrize("order", [[2, 1, 0], [2, 0, 1]])
+def test_two_that_are_late_at_once_are_in_the_wrong_order(order):
+    """With two threads that cannot be; the buckets differ in size, so they are told apart."""
+    assert verdict(BUCKETS, with_starts(order))["ok"] is False
+
+
+def test_a_collective_that_is_waited_for_has_its_order():
+    """The two broadcasts of DDP's second step are synchronous: their order is known."""
+    spans = as_measured(BUCKETS)
+    first, second = (i for i, s in enumerate(spans) if s.kind == "broadcast" and s.rank == 0)
+    times = spans[first][4:6], spans[second][4:6]
+    spans[first] = spans[first]._replace(start=times[1][0], end=times[1][1])
+    spans[second] = spans[second]._replace(start=times[0][0], end=times[0][1])
+    assert verdict(BUCKETS, spans)["first_difference"]["lane"] == "dp"
 
 
 def test_nothing_recorded_does_not_conform():
