@@ -94,9 +94,8 @@ def _in_order(seen: list[Span], wanted: list[Span], free: list[bool]) -> list[Sp
     for i, want in enumerate(wanted[: len(seen)]):
         if not free[i] or _same(want, seen[i]):
             continue
-        late = next((j for j in range(i + 1, len(seen)) if _same(want, seen[j])), 0)
-        ahead = range(i, late)
-        if late < len(wanted) and all(free[k + 1] and _same(wanted[k + 1], seen[k]) for k in ahead):
+        late = next((j for j in range(i + 1, min(len(seen), len(wanted))) if _same(want, seen[j])), None)
+        if late and all(free[k + 1] and _same(wanted[k + 1], seen[k]) for k in range(i, late)):
             seen.insert(i, seen.pop(late))
     return seen
 

@@ -36,5 +36,6 @@ def _only(layer: Layer, owned: Owned) -> Layer:
 
 
 def _broadcast(rank: int, owned: Owned) -> Op:
-    """All are issued at once, but `step` returns when all have arrived, so they stand one after the other."""
-    return Op(kind="broadcast", part=f"owner{rank}", payload="weights", axis="dp", bytes=owned.bytes or NOTHING)
+    """All owners' broadcasts are issued at once and waited for together, at the end of the step."""
+    size = owned.bytes or NOTHING
+    return Op(kind="broadcast", part=f"owner{rank}", payload="weights", axis="dp", bytes=size, asynchronous=True)
