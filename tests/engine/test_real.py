@@ -38,7 +38,7 @@ def holds(result: dict) -> None:
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
 @pytest.mark.parametrize("mode", ["data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "layer_split", "pipeline"])
 def test_every_mode_equals_one_device_and_does_what_was_planned(mode, devices, launcher, runs_dir):
-    spec = Spec(mode=mode, devices=devices, model="cnn", global_batch=48, **SHORT)
+    spec = Spec(mode=mode, devices=devices, model="cnn", global_batch=12, **SHORT)
     holds(finished(spec, launcher, runs_dir))
 
 
