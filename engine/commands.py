@@ -21,6 +21,7 @@ from engine.launch import LauncherError, open_handle, start
 from engine.spec import MODES, Spec, SpecError
 from engine.timeline import Timeline
 
+LANGUAGES = ("en", "zh")
 FORMATS = {"perfetto": ".trace.json", "html": ".html", "csv": ".csv"}
 
 
@@ -106,14 +107,17 @@ def export_run(arguments: argparse.Namespace) -> int:
     folder = open_handle(_run_id(arguments), arguments.runs_dir or archive.RUNS).run_dir
     if arguments.format not in FORMATS:
         raise SpecError("unknown_name", "format", arguments.format, suggest=FORMATS)
-    output = Path(arguments.output or folder.name + FORMATS[arguments.format])
+    if arguments.language not in LANGUAGES:
+        raise SpecError("unknown_name", "language", arguments.language, suggest=LANGUAGES)
+    output = Path(arguments.output or folder.name + FORMATS[arguments.format]).absolute()
     if not (folder / "timeline.parquet").exists():
         raise SpecError("not_recorded", "run_id", folder.name)
     try:
         if arguments.format == "html":
             # The picture is drawn by viz, which stands above the engine: so it is asked from outside.
-            words = [sys.executable, "-m", "viz.export", str(folder), "--output", str(output)]
-            subprocess.run([*words, "--language", arguments.language], check=True, cwd=archive.RUNS.parent)
+            words = [sys.executable, "-m", "viz.export", str(folder.absolute()), "--output", str(output)]
+            words += ["--language", arguments.language]
+            subprocess.run(words, check=True, cwd=archive.RUNS.parent, stdout=subprocess.DEVNULL)
         else:
             timeline = Timeline.load(folder / "timeline.parquet")
             write = {"perfetto": export.to_perfetto, "csv": export.to_csv}[arguments.format]

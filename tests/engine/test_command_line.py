@@ -158,6 +158,12 @@ def test_a_run_prints_its_result_and_can_be_shown_and_exported(runs_dir, tmp_pat
     names = {event["args"]["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "M"
              and event["name"] == "process_name"}  # fmt: skip
     assert names == {"rank 0", "rank 1"}
+    page = tmp_path / "page.html"
+    words = ["export", "last", "--format", "html", "--language", "zh", "--output", str(page), "--json"]
+    status, out, _ = call(capsys, *words, *place)
+    assert (status, json.loads(out)["bytes"]) == (0, page.stat().st_size)
+    assert '<html lang="zh">' in page.read_text(encoding="utf-8")
+    assert call(capsys, "export", "last", "--language", "xx", *place)[0] == 2
     table = tmp_path / "spans.csv"
     assert call(capsys, "export", "last", "--format", "csv", "--output", str(table), *place)[0] == 0
     assert len(table.read_text().splitlines()) == 1 + result["conformance"]["measured"]
