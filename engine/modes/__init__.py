@@ -11,23 +11,11 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from engine.spec import MODES as MODES
+
 if TYPE_CHECKING:
     from engine.job import Job
     from engine.plan import Plan
-
-MODES = (
-    "single",
-    "data_parallel",
-    "ddp",
-    "zero1",
-    "zero2",
-    "fsdp",
-    "hsdp",
-    "layer_split",
-    "pipeline",
-    "tensor",
-    "sequence",
-)
 
 FIRST_STEADY_STEP = 2  # what a mode does differently at first (DDP finds its buckets), it has done by then
 

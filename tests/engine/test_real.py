@@ -10,29 +10,14 @@ import pytest
 from engine import archive
 from engine.finish import finish
 from engine.job import prepare_real
-from engine.launch import Launcher, start
+from engine.launch import start
 from engine.spec import Spec
 from engine.timeline import Timeline
+from tests.engine.proof import finished, holds
 
 pytestmark = pytest.mark.real
 
 SHORT = {"steps": 4, "device": "cpu"}
-
-
-def finished(spec: Spec, launcher: Launcher, runs_dir) -> dict:
-    result = start(spec, runs_dir=runs_dir, launcher=launcher).result(timeout=120)
-    assert result["status"] == "finished", result["error"]
-    return result
-
-
-def holds(result: dict) -> None:
-    """Parity and conformance, with every step recorded and every parameter compared."""
-    assert result["parity"]["ok"], result["parity"]
-    assert result["parity"]["steps"] == 3
-    conformance = result["conformance"]
-    assert conformance["ok"], conformance["first_difference"]
-    assert conformance["planned"] == conformance["measured"] == conformance["matched"] > 0
-    assert conformance["steps"] == result["total_steps"] == result["steps"]
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])

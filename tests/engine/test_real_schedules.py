@@ -6,7 +6,7 @@ import pytest
 
 from engine.spec import Spec
 from engine.timeline import Timeline
-from tests.engine.test_real import finished, holds
+from tests.engine.proof import finished, holds
 
 pytestmark = pytest.mark.real
 

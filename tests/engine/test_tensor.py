@@ -7,11 +7,11 @@ import pytest
 from engine import modes
 from engine.cost.collectives import rounds_and_bytes
 from engine.job import Job, prepare
-from engine.launch import Launcher, start
 from engine.plan import Op
 from engine.predict import predict
 from engine.spec import Spec, SpecError
 from engine.timeline import Timeline
+from tests.engine.proof import finished, holds
 
 HIDDEN, HEADS, CONTEXT, BATCH, LAYERS = 48, 12, 24, 16, 2
 SMALL = {
@@ -200,22 +200,6 @@ def _local_bytes(tensor) -> int:
 
 
 # --- real runs ------------------------------------------------------------------------------------------------------
-
-
-def finished(spec: Spec, launcher: Launcher, runs_dir) -> dict:
-    result = start(spec, runs_dir=runs_dir, launcher=launcher).result(timeout=120)
-    assert result["status"] == "finished", result["error"]
-    return result
-
-
-def holds(result: dict) -> None:
-    assert result["parity"]["ok"], result["parity"]
-    assert result["parity"]["steps"] == 3
-    conformance = result["conformance"]
-    assert conformance["ok"], conformance["first_difference"]
-    assert conformance["planned"] == conformance["measured"] == conformance["matched"] > 0
-    assert conformance["steps"] == result["total_steps"] == result["steps"]
-    assert result["validation_accuracy"] is not None
 
 
 @pytest.mark.real
