@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 # Before `simulate` below: the first import of the module engine.simulate binds that name here, to the module.
 from engine.predict import Prediction, predict
-from engine.spec import Spec, SpecError
+from engine.rules import SpecError
+from engine.spec import Spec
 
 if TYPE_CHECKING:
     from engine.launch import Handle

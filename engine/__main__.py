@@ -8,7 +8,8 @@ import sys
 from typing import NoReturn
 
 from engine import commands
-from engine.spec import Spec, SpecError, closest, type_of
+from engine.rules import SpecError, closest
+from engine.spec import Spec, type_of
 
 
 class Parser(argparse.ArgumentParser):

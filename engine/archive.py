@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.spec import Spec, SpecError
+from engine.rules import SpecError
+from engine.spec import Spec
 
 if TYPE_CHECKING:
     from engine.job import Job

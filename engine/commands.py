@@ -18,7 +18,8 @@ import engine
 from engine import archive, export, modes, notation, tables
 from engine.job import count_gpus, prepare
 from engine.launch import LauncherError, open_handle, start
-from engine.spec import MODES, Spec, SpecError
+from engine.rules import SpecError
+from engine.spec import MODES, Spec
 from engine.timeline import Timeline
 
 LANGUAGES = ("en", "zh")

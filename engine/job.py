@@ -10,38 +10,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine import datasets, schedules
-from engine.shapes import Layer, balance, model_layers
-from engine.spec import FAULTS, MAX_HEADS, MAX_REAL_DEVICES, Spec, SpecError, parse_fault
-
-# Settings that a model has, with their defaults; all others do not apply to it.
-MODEL_DEFAULTS = {
-    "cnn": {},
-    "mlp": {"layers": 2, "hidden": 256},
-    "gpt": {"layers": 4, "hidden": 128, "heads": 4, "context": 64},
-}
-MODEL_DATASETS = {"cnn": ("digits", "synthetic"), "mlp": ("digits", "synthetic"), "gpt": ("text", "synthetic")}
-MODE_SETTINGS = {
-    "single": {},
-    "data_parallel": {},
-    "ddp": {"bucket_mb": 25.0},
-    "zero1": {"bucket_mb": 25.0},
-    "zero2": {},
-    "fsdp": {},
-    "hsdp": {"dp": None, "fsdp": None},
-    "layer_split": {"split": None},
-    "pipeline": {"microbatches": None, "schedule": "1f1b", "split": None, "stages_per_rank": None},
-    "tensor": {},
-    "sequence": {},
-}
-MODE_MODELS = {"sequence": ("gpt",)}  # a mode that is not named takes every model
-DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp")  # split the batch over devices
-ONE_PROCESS_MODES = ("single", "data_parallel")
-STAGE_MODES = ("layer_split", "pipeline")  # split the layers over devices
-TENSOR_MODES = ("tensor", "sequence")  # split each layer over devices
-PLANNED_ONLY = ("zb_h2", "dualpipe")  # schedules that PyTorch does not have
-SEVERAL_STAGES = 2  # on a device, where the schedule leaves it open
-LEARNING_RATES = {"sgd": 0.05, "adamw": 0.002}
-DEFAULT_STEPS = 20
+from engine.checks import check_batch, check_mode, nearest, pipelines
+from engine.faults import FAULTS, parse_fault
+from engine.plan import AXES
+from engine.rules import SpecError
+from engine.settings import (
+    DATA_AXES,
+    DATA_MODES,
+    DEFAULT_STEPS,
+    LEARNING_RATES,
+    MODE_SETTINGS,
+    MODEL_DATASETS,
+    MODEL_DEFAULTS,
+    ONE_PROCESS_MODES,
+    PLANNED_ONLY,
+    STAGE_MODES,
+    TENSOR_MODES,
+    degrees,
+)
+from engine.shapes import Layer, model_layers
+from engine.spec import MAX_HEADS, MAX_REAL_DEVICES, Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +44,19 @@ class Job:
     steps: int
     batches_per_epoch: int
 
+    def degree(self, axis: str) -> int:
+        """How many coordinates the mesh has on `axis`; 1 where it does not have it."""
+        return degrees(self.spec).get(axis, 1)
+
+    @property
+    def replicas(self) -> int:
+        """Parts that a batch is cut into: one a device, or one a group of devices that work on the same samples."""
+        return math.prod(self.degree(axis) for axis in DATA_AXES)
+
     @property
     def local_batch(self) -> int:
         """Samples that one device sees in a step."""
-        return self.spec.global_batch // (self.spec.devices if self.spec.mode in DATA_MODES else 1)
+        return self.spec.global_batch // self.replicas
 
     @property
     def processes(self) -> int:
@@ -78,17 +75,8 @@ class Job:
         if self.spec.mode not in STAGE_MODES:
             return [range(len(self.layers))]
         bounds = itertools.accumulate(self.spec.split, initial=0)
-        copies = len(_pipelines(self.spec)) if self.spec.mode == "pipeline" else 1
+        copies = len(pipelines(self.spec)) if self.spec.mode == "pipeline" else 1
         return [range(a, b) for a, b in itertools.pairwise(bounds)] * copies
-
-
-def applies(setting: str, mode: str, model: str) -> bool:
-    """Whether a setting means anything for this mode and model."""
-    if any(setting in settings for settings in MODEL_DEFAULTS.values()):
-        return setting in MODEL_DEFAULTS[model]
-    if any(setting in settings for settings in MODE_SETTINGS.values()):
-        return setting in MODE_SETTINGS[mode]
-    return True
 
 
 def prepare(spec: Spec) -> Job:
@@ -112,8 +100,8 @@ def prepare(spec: Spec) -> Job:
         raise SpecError("heads_divide", "heads", spec.heads, suggest=good, hidden=spec.hidden)
     num_train, num_validation, vocabulary = _data_sizes(spec)
     layers = model_layers(spec, vocabulary)
-    _check_batch(spec, num_train)
-    spec = _check_mode(spec, layers)
+    check_batch(spec, num_train)
+    spec = check_mode(spec, layers)
     if spec.steps is not None and spec.epochs is not None:
         raise SpecError("exclusive", "steps", spec.steps, other="epochs")
     batches = num_train // spec.global_batch
@@ -159,14 +147,10 @@ def _at_most(devices: int, spec: Spec) -> int:
     return max(d for d in range(1, devices + 1) if shared % d == 0)
 
 
-def nearest(good: list[int], value: int, count: int = 3) -> list[int]:
-    """The values of `good` nearest to `value`, in rising order."""
-    return sorted(sorted(good, key=lambda g: (abs(g - value), g))[:count])
-
-
 def _check_applies(spec: Spec) -> None:
     for settings, of in ((MODEL_DEFAULTS, spec.model), (MODE_SETTINGS, spec.mode)):
-        for name in dict.fromkeys(n for s in settings.values() for n in s):
+        also = AXES if settings is MODE_SETTINGS else ()
+        for name in dict.fromkeys([*also, *(n for s in settings.values() for n in s)]):
             if name not in settings[of] and getattr(spec, name) is not None:
                 word = "model" if settings is MODEL_DEFAULTS else "mode"
                 raise SpecError("does_not_apply", name, getattr(spec, name), to=f"the {word} {of}")
@@ -182,117 +166,6 @@ def _data_sizes(spec: Spec) -> tuple[int, int, int]:
     return train, validation, datasets.vocabulary_size(spec.dataset) if spec.model == "gpt" else 10
 
 
-def _check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
-    if spec.mode == "single" and spec.devices != 1:
-        raise SpecError(
-            "devices_of_mode", "devices", spec.devices, suggest=[1], mode="single", wanted="exactly 1 device"
-        )
-    models = MODE_MODELS.get(spec.mode, (spec.model,))
-    if spec.model not in models:
-        raise SpecError("model_of_mode", "model", spec.model, suggest=models, mode=spec.mode)
-    if spec.mode in TENSOR_MODES:
-        _check_shards(spec, layers)
-    if spec.mode == "hsdp":
-        return _check_degrees(spec)
-    if spec.mode not in STAGE_MODES:
-        return spec
-    if spec.mode == "pipeline":
-        spec = _check_schedule(spec, layers)
-        stages, enough = len(_pipelines(spec)[0]), _enough_devices(spec, layers)
-    else:
-        stages, enough = spec.devices, [*range(1, len(layers) + 1)]
-    if stages > len(layers):
-        setting, good = "devices", enough[-1:]
-        if not good:
-            setting, good = "stages_per_rank", [v for v in [len(layers) // spec.devices] if v]
-        value = getattr(spec, setting)
-        names = {"model": spec.model, "layers": len(layers), "stages": stages}
-        raise SpecError("too_many_stages", setting, value, suggest=good, **names)
-    balanced = balance([float(layer.flops) for layer in layers], stages)
-    if spec.split is None:
-        spec = spec.with_(split=balanced)
-    elif len(spec.split) != stages or sum(spec.split) != len(layers) or min(spec.split) < 1:
-        text = ",".join(map(str, balanced))
-        raise SpecError("split_sum", "split", spec.split, suggest=[text], stages=stages, layers=len(layers))
-    return _check_microbatches(spec) if spec.mode == "pipeline" else spec
-
-
-def stages_per_rank(schedule: str) -> int:
-    """How many stages a device has, unless it is asked for."""
-    return schedules.TABLE[schedule].stages_per_rank or SEVERAL_STAGES
-
-
-def _pipelines(spec: Spec) -> list[range]:
-    return schedules.pipelines(spec.schedule, spec.devices, spec.stages_per_rank)
-
-
-def _check_schedule(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
-    """Rules of the schedule about stages and devices; those about microbatches come after the layers are split."""
-    if spec.stages_per_rank is None:
-        spec = spec.with_(stages_per_rank=stages_per_rank(spec.schedule))
-    broken = schedules.check(spec.schedule, spec.devices, spec.stages_per_rank, spec.microbatches or 1)
-    if broken and broken.setting != "microbatches":
-        good = broken.suggest if broken.setting != "devices" else nearest(_enough_devices(spec, layers), spec.devices)
-        raise SpecError(broken.code, broken.setting, broken.value, suggest=good, **broken.values)
-    return spec
-
-
-def _check_shards(spec: Spec, layers: tuple[Layer, ...]) -> None:
-    """What is cut must be cut into equal parts: attention by heads, other layers by the features between a pair."""
-    features = next(layer.output[-1] for layer in layers if len(layer.output) == 1) if spec.model != "gpt" else 0
-    sizes = {"heads": spec.heads, "context": spec.context} if spec.model == "gpt" else {"features": features}
-    if spec.mode == "tensor":
-        sizes.pop("context", None)
-    shared = math.gcd(*sizes.values())
-    if shared % spec.devices:
-        good = nearest([d for d in range(1, shared + 1) if shared % d == 0], spec.devices, 8)
-        what = ", ".join(f"{name} {size}" for name, size in sizes.items())
-        raise SpecError("devices_divide", "devices", spec.devices, suggest=good, model=spec.model, sizes=what)
-
-
-def _check_degrees(spec: Spec) -> Spec:
-    """Replicas times shards are the devices. Where neither is given, two replicas if they can be cut further."""
-    devices = spec.devices
-    divisors = [d for d in range(1, devices + 1) if devices % d == 0]
-    for name in ("fsdp", "dp"):
-        degree = getattr(spec, name)
-        if degree is not None and devices % degree:
-            raise SpecError("degree_divides", name, degree, suggest=nearest(divisors, degree), devices=devices)
-    if spec.dp is None and spec.fsdp is None:
-        spec = spec.with_(dp=2 if devices % 2 == 0 and devices > 2 else 1)
-    if spec.fsdp is None:
-        return spec.with_(fsdp=devices // spec.dp)
-    if spec.dp is None:
-        return spec.with_(dp=devices // spec.fsdp)
-    if spec.dp * spec.fsdp != devices:
-        good, given = [devices // spec.fsdp], {"other": "fsdp", "degree": spec.fsdp, "devices": devices}
-        raise SpecError("degrees_of_devices", "dp", spec.dp, suggest=good, **given)
-    return spec
-
-
-def _enough_devices(spec: Spec, layers: tuple[Layer, ...]) -> list[int]:
-    """The numbers of devices for whose stages there are layers, and that the schedule can have."""
-    a_device = len(_pipelines(spec.with_(devices=1))[0])
-    numbers = range(1, len(layers) // a_device + 1)
-    broken = [schedules.check(spec.schedule, number, spec.stages_per_rank, 1) for number in numbers]
-    return [n for n, b in zip(numbers, broken, strict=True) if b is None or b.setting != "devices"]
-
-
-def _check_microbatches(spec: Spec) -> Spec:
-    batch = spec.global_batch
-    divisors = [d for d in range(1, batch + 1) if batch % d == 0]
-    enough = [d for d in divisors if schedules.check(spec.schedule, spec.devices, spec.stages_per_rank, d) is None]
-    if spec.microbatches is None:
-        roomy = [d for d in enough if d >= 2 * spec.devices]
-        spec = spec.with_(microbatches=(roomy or enough or [batch])[0 if roomy else -1])
-    count = spec.microbatches
-    if batch % count:
-        raise SpecError("batch_by_microbatches", "microbatches", count, suggest=nearest(enough, count), batch=batch)
-    if broken := schedules.check(spec.schedule, spec.devices, spec.stages_per_rank, count):
-        raise SpecError(broken.code, "microbatches", count, suggest=nearest(enough, count), **broken.values)
-    return spec
-
-
 def _schedules_instead(spec: Spec) -> list[str]:
     """The schedules that can run with these settings, or at all if none can with just these."""
     real = [name for name in schedules.TABLE if name not in PLANNED_ONLY]
@@ -305,16 +178,3 @@ def _can_prepare(spec: Spec) -> bool:
     except SpecError:
         return False
     return True
-
-
-def _check_batch(spec: Spec, num_train: int) -> None:
-    if spec.global_batch > num_train:
-        step = math.lcm(spec.devices if spec.mode in DATA_MODES else 1, spec.microbatches or 1)
-        good = [num_train // step * step] if num_train >= step else []
-        raise SpecError(
-            "batch_too_large", "global_batch", spec.global_batch, suggest=good, samples=num_train, dataset=spec.dataset
-        )
-    if spec.mode in DATA_MODES and spec.global_batch % spec.devices:
-        below = spec.global_batch // spec.devices * spec.devices
-        good = [b for b in (below, below + spec.devices) if 0 < b <= num_train]
-        raise SpecError("batch_by_devices", "global_batch", spec.global_batch, suggest=good, devices=spec.devices)

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from engine.plan import AXES, KINDS, PAYLOADS, Mesh, Op, Plan, Program
-from engine.spec import closest
+from engine.rules import closest
 
 SIZES = ("flops", "bytes", "saved")
 SHARE = re.compile(r"\d(\.\d+)?(e-\d+)?")

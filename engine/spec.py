@@ -16,80 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from engine import schedules
-from engine.schedules.rules import SENTENCES
+from engine.faults import parse_fault
+from engine.rules import SpecError, closest
 
 MAX_DEVICES = 16_384
 MAX_REAL_DEVICES = 64
 MAX_HEADS = 1024
 
-
-class SpecError(ValueError):
-    """A wrong setting: the rule, the value, and the nearest values that work.
-
-    `code` and `values` let a page say the same in another language; `str(error)` is the English sentence.
-    """
-
-    def __init__(self, code: str, setting: str, value: Any = None, *, suggest: typing.Iterable = (), **values: Any):
-        self.code, self.setting, self.value = code, setting, value
-        self.suggest = tuple(suggest)
-        self.values = {
-            "setting": setting.replace("_", "-"),
-            "value": _show(value),
-            **{k: _show(v) for k, v in values.items()},
-        }
-        self.values["suggest"] = ", ".join(_show(s) for s in self.suggest)
-        sentence = RULES[code].format_map(self.values)
-        super().__init__(sentence + (f" Try: {self.values['suggest']}." if self.suggest else ""))
-
-
-def _show(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 120 else text[:117] + "..."
-
-
-# The rules that a setting can break. One sentence each: the rule, then the value.
-RULES = {
-    "unknown_setting": "There is no setting called {setting}.",
-    "unknown_name": "{setting} must be one of the known names; {value} is not.",
-    "wrong_type": "{setting} must be {wanted}; {value} is not.",
-    "not_finite": "{setting} must be a finite number; it is {value}.",
-    "out_of_range": "{setting} must be between {low} and {high}; it is {value}.",
-    "exclusive": "Give {setting} or {other}, not both; {setting} is {value}.",
-    "does_not_apply": "{setting} does not apply to {to}; it is {value}. Leave it out.",
-    "devices_of_mode": "The mode {mode} runs on {wanted}; devices is {value}.",
-    "model_of_mode": "The mode {mode} cannot cut the model {value}.",
-    "devices_divide": "Each device gets an equal part of what is cut of the model {model} ({sizes}), so devices must "
-    "divide it; devices is {value}.",
-    "batch_by_devices": "global-batch must be divisible by the number of devices ({devices}); it is {value}.",
-    "batch_by_microbatches": "microbatches must divide global-batch ({batch}); it is {value}.",
-    "too_many_stages": "Each of the {stages} stages needs at least one layer, and {model} has {layers}; "
-    "{setting} is {value}.",
-    "planned_only": "PyTorch has no schedule {value}, so it is planned and simulated, and cannot run.",
-    "split_sum": "split must give each of the {stages} stages at least one layer and add up to the model's {layers} "
-    "layers; it is {value}.",
-    "degree_divides": "{setting} must divide the number of devices ({devices}); it is {value}.",
-    "degrees_of_devices": "{setting} times {other} ({degree}) must be the number of devices ({devices}); "
-    "{setting} is {value}.",
-    "heads_divide": "heads must divide hidden ({hidden}); it is {value}.",
-    "dataset_of_model": "The model {model} cannot learn from the dataset {value}.",
-    "batch_too_large": "global-batch must not exceed the {samples} training samples of {dataset}; it is {value}.",
-    "not_json": "A spec file holds one JSON object; {setting} does not: {value}.",
-    "no_file": "The file given as {setting} cannot be read: {value}.",
-    "no_data": "The dataset cannot be used: {value}.",
-    "no_gpu": "device cuda needs GPUs that torch can use; found {found}.",
-    "more_ranks_than_gpus": "NCCL runs one rank a GPU, and there are {gpus}; devices is {value}. "
-    "Use device cpu (gloo processes), or fewer devices.",
-    "cannot_run_here": "A real run uses at most {high} processes on one machine; devices is {value}. "
-    "It can still be simulated.",
-    "simulation_only": "The machine {value} is for simulation only.",
-    "bad_fault": "A fault reads KIND@RANK:STEP or slow@RANK:STEP:SECONDS with KIND one of {kinds}; it is {value}.",
-    "no_run": "There is no run with the id {value}.",
-    "not_recorded": "The run {value} has no timeline: it has not ended, or nothing was recorded.",
-    "cannot_write": "The file given as {setting} cannot be written: {value}.",
-    "command_line": "The command line is not right: {value}. See --help.",
-    "bad_run_id": "A run id is letters, digits, dashes and underscores; {value} is not.",
-    **SENTENCES,
-}
 
 MODES = (
     "single",
@@ -109,7 +42,6 @@ DATASETS = ("digits", "text", "synthetic")
 SCHEDULES = tuple(schedules.TABLE)
 OPTIMIZERS = ("sgd", "adamw")
 DEVICES = ("auto", "cpu", "cuda")
-FAULTS = ("raise", "exit", "kill", "slow", "gradient")
 
 
 def _setting(
@@ -140,8 +72,12 @@ class Spec:
         None, "stages on each device, in the schedules that can have several (pipeline)", low=1, high=64
     )
     split: tuple[int, ...] | None = _setting(None, "layers of each stage, by hand: 2,1,1 (layer_split, pipeline)")
-    dp: int | None = _setting(None, "replicas of the model (hsdp)", low=1, high=MAX_DEVICES)
-    fsdp: int | None = _setting(None, "devices that share one replica (hsdp)", low=1, high=MAX_DEVICES)
+    dp: int | None = _setting(None, "replicas of the model", low=1, high=MAX_DEVICES)
+    fsdp: int | None = _setting(None, "devices that share one replica", low=1, high=MAX_DEVICES)
+    tp: int | None = _setting(None, "devices that each layer is cut over", low=1, high=MAX_DEVICES)
+    cp: int | None = _setting(None, "devices that each sequence is cut over", low=1, high=MAX_DEVICES)
+    pp: int | None = _setting(None, "devices that the layers are dealt out to, as stages", low=1, high=MAX_DEVICES)
+    ep: int | None = _setting(None, "devices that the experts are dealt out to", low=1, high=MAX_DEVICES)
     bucket_mb: float | None = _setting(None, "size of DDP's gradient buckets, in MiB", low=1e-6, high=65_536)
     optimizer: str = _setting("sgd", "the optimizer; sgd has momentum 0.9", choices=OPTIMIZERS)
     lr: float | None = _setting(None, "learning rate", low=0.0, high=1e3)
@@ -224,15 +160,6 @@ def _check_once(given: typing.Mapping[str, Any]) -> None:
             raise SpecError("exclusive", name, given[name], other=other)
 
 
-def closest(name: str, known: typing.Iterable[str]) -> list[str]:
-    """The known names most like `name`, best first; all of them when few and none is alike."""
-    import difflib
-
-    known = list(known)
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return near or (known if len(known) <= 12 else [])
-
-
 @functools.cache  # resolving the hints takes milliseconds, and a Spec asks for each of its fields
 def type_of(f: Any) -> tuple[type, bool]:
     """The plain type of a field (int, float, str, bool or tuple), and whether it may be None."""
@@ -303,32 +230,3 @@ def _checked(f: Any, value: Any) -> Any:
     if f.name == "fault":
         parse_fault(value)
     return value
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Something broken on purpose, on one rank from one step on (`slow`, `gradient`) or at it."""
-
-    kind: str
-    rank: int
-    step: int
-    seconds: float = 0.0
-
-
-def parse_fault(text: str | None) -> Fault | None:
-    """`raise@1:3` -> Fault("raise", rank 1, step 3); `slow@1:3:0.2` sleeps 0.2 s in each step from 3 on."""
-    if text is None:
-        return None
-    wrong = SpecError("bad_fault", "fault", text, kinds=", ".join(FAULTS))
-    kind, _, place = text.partition("@")
-    parts = place.split(":")
-    if kind not in FAULTS or len(parts) != (3 if kind == "slow" else 2):
-        raise wrong
-    try:
-        rank, step = int(parts[0]), int(parts[1])
-        seconds = float(parts[2]) if kind == "slow" else 0.0
-    except ValueError:
-        raise wrong from None
-    if rank < 0 or step < 0 or not 0 <= seconds <= 60:
-        raise wrong
-    return Fault(kind, rank, step, seconds)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from engine import simulate
 from engine.archive import read_spec
-from engine.spec import Spec, SpecError
+from engine.rules import SpecError
+from engine.spec import Spec
 from engine.timeline import Timeline
 from viz import player
 from viz.figures.moving import moving_picture

@@ -6,7 +6,7 @@ import math
 import os
 from dataclasses import dataclass, fields
 
-from engine.spec import SpecError, closest
+from engine.rules import SpecError, closest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

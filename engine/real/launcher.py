@@ -32,7 +32,7 @@ from typing import Any
 
 from engine.archive import no_place, process_start, read_error, read_json, read_steps, write_json
 from engine.modes import MODES
-from engine.spec import SpecError
+from engine.rules import SpecError
 
 # Whatever the first step would otherwise import in every worker; without torch._dynamo alone it takes 2.5 s.
 PRELOAD = (

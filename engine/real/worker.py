@@ -19,13 +19,15 @@ import torch
 import torch.distributed as dist
 
 from engine import modes
-from engine.job import ONE_PROCESS_MODES, Job, prepare
+from engine.faults import Fault, parse_fault
+from engine.job import Job, prepare
 from engine.real import models
 from engine.real.data import Batches
 from engine.real.parity import Parity
 from engine.real.recorder import Recorder
 from engine.real.training import Place, Training, mark_updates, update, whole
-from engine.spec import Fault, Spec, parse_fault
+from engine.settings import ONE_PROCESS_MODES
+from engine.spec import Spec
 
 # A peer that says nothing for this long is taken for lost: a hang becomes an error that names the operation.
 TIMEOUT = timedelta(seconds=60)

@@ -11,7 +11,8 @@ from streamlit.testing.v1 import AppTest
 
 import engine
 from engine import archive, launch, modes
-from engine.spec import RULES, Spec, SpecError
+from engine.rules import RULES, SpecError
+from engine.spec import Spec
 from viz.figures.words import show_bytes, show_seconds
 
 Lab = Callable[..., AppTest]

@@ -13,7 +13,8 @@ import pytest
 
 from engine import archive
 from engine.job import prepare
-from engine.spec import Spec, SpecError
+from engine.rules import SpecError
+from engine.spec import Spec
 
 JOB = prepare(Spec(mode="ddp", devices=2, model="mlp", steps=4))
 

@@ -14,7 +14,8 @@ from engine import archive
 from engine.job import prepare
 from engine.launch import Handle, RankProgress, default_launcher, open_handle, start
 from engine.real.launcher import Child, find_error
-from engine.spec import Spec, SpecError
+from engine.rules import SpecError
+from engine.spec import Spec
 
 JOB = prepare(Spec(mode="ddp", devices=2, model="mlp", global_batch=12))
 

@@ -9,9 +9,10 @@ from engine.cost.machine import machine
 from engine.job import prepare
 from engine.modes.fsdp.units import equal_ranks, gathered_bytes, padded_bytes, shard
 from engine.modes.zero1.owners import owners
+from engine.rules import SpecError
 from engine.shapes import Layer
 from engine.simulate import simulate
-from engine.spec import Spec, SpecError
+from engine.spec import Spec
 
 # 10 rows of 4 on 4 ranks: chunks of 3, 3, 3 and 1; a bias of 5: 2, 2, 1 and none.
 LAYER = Layer("a", (("weight", (10, 4)), ("bias", (5,))), 0, (10,), 0)

@@ -15,9 +15,12 @@ import pytest
 
 from engine import job as jobs
 from engine.cost.machine import MACHINES, machine
-from engine.job import MODE_MODELS, MODE_SETTINGS, MODEL_DEFAULTS, applies, prepare, prepare_real
+from engine.faults import Fault, parse_fault
+from engine.job import prepare, prepare_real
+from engine.rules import RULES, SpecError, closest
 from engine.schedules.rules import SENTENCES
-from engine.spec import MODELS, MODES, RULES, Fault, Spec, SpecError, closest, parse_fault
+from engine.settings import MODE_MODELS, MODE_SETTINGS, MODEL_DEFAULTS, applies
+from engine.spec import MODELS, MODES, Spec
 
 ROOT = Path(__file__).parents[2]
 
@@ -223,7 +226,7 @@ def test_sentences_read_as_a_person_would_say_them():
 
 
 def test_every_rule_that_a_spec_can_break_is_among_the_cases():
-    source = "".join((ROOT / "engine" / name).read_text() for name in ("spec.py", "job.py"))
+    source = "".join((ROOT / "engine" / name).read_text() for name in ("spec.py", "faults.py", "job.py", "checks.py"))
     raised = set(re.findall(r'SpecError\(\s*"(\w+)"', source)) | SENTENCES.keys()
     elsewhere = {"not_json", "no_file", "no_gpu", "more_ranks_than_gpus", "cannot_run_here", "planned_only"}  # below
     assert raised - elsewhere == {code for _, code, _ in CASES}

@@ -2,8 +2,9 @@
 
 from engine import modes
 from engine.cost.machine import machine
-from engine.job import DATA_MODES, prepare
+from engine.job import prepare
 from engine.plan import Mesh, Plan, Program
+from engine.settings import DATA_MODES
 from engine.simulate import simulate
 from engine.spec import Spec
 from engine.timeline import Span

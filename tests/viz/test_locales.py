@@ -11,7 +11,8 @@ import pytest
 
 from engine import archive, modes
 from engine.cost.machine import MACHINES
-from engine.spec import DATASETS, DEVICES, MODELS, MODES, OPTIMIZERS, RULES, SCHEDULES, WANTED, Spec, SpecError
+from engine.rules import RULES, SpecError
+from engine.spec import DATASETS, DEVICES, MODELS, MODES, OPTIMIZERS, SCHEDULES, WANTED, Spec
 from viz.figures import words
 from viz.locales import LANGUAGES, read, text
 from viz.locales.engine import explain, help_of, lesson, phrase

@@ -12,7 +12,8 @@ from typing import Any
 
 from engine import modes
 from engine.modes import Lesson
-from engine.spec import Spec, SpecError
+from engine.rules import SpecError
+from engine.spec import Spec
 from viz.locales import DEFAULT, read
 
 

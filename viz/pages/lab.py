@@ -10,7 +10,8 @@ import streamlit as st
 from engine import archive
 from engine.job import prepare_real
 from engine.launch import Handle
-from engine.spec import Spec, SpecError
+from engine.rules import SpecError
+from engine.spec import Spec
 from viz import locales
 from viz.locales import Catalogue
 from viz.locales.engine import explain, lesson

@@ -14,7 +14,8 @@ import streamlit as st
 
 from engine import archive, launch
 from engine.launch import Handle, Launcher, LauncherError, Progress
-from engine.spec import Spec, SpecError
+from engine.rules import SpecError
+from engine.spec import Spec
 from viz.locales import Catalogue
 from viz.pages.state import Asked
 

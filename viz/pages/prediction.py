@@ -8,7 +8,8 @@ import streamlit as st
 
 from engine.analyse import bubble_over_ideal
 from engine.predict import Prediction, predict
-from engine.spec import Spec, SpecError, closest
+from engine.rules import SpecError, closest
+from engine.spec import Spec
 from viz.locales import LANGUAGES
 from viz.pages.state import Asked, param
 

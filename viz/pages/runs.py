@@ -10,7 +10,7 @@ from typing import Any
 import streamlit as st
 
 from engine import archive
-from engine.spec import SpecError
+from engine.rules import SpecError
 from viz import locales
 from viz.locales import Catalogue
 from viz.pages.live import state_badge

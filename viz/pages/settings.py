@@ -8,8 +8,10 @@ import streamlit as st
 
 from engine import modes
 from engine.cost.machine import MACHINES
-from engine.job import MODEL_DATASETS, Job
-from engine.spec import MODELS, MODES, SpecError, parse_text, type_of
+from engine.job import Job
+from engine.rules import SpecError
+from engine.settings import MODEL_DATASETS
+from engine.spec import MODELS, MODES, parse_text, type_of
 from viz import locales
 from viz.locales import LANGUAGES, Catalogue
 from viz.locales.engine import explain, help_of, lesson
@@ -20,6 +22,8 @@ ROWS = (
     ("devices", "global_batch"),
     ("microbatches", "schedule"),
     ("dp", "fsdp"),
+    ("tp", "cp"),
+    ("pp", "ep"),
     ("bucket_mb",),
     ("stages_per_rank", "split"),
     ("model", "dataset"),

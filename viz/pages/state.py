@@ -15,8 +15,10 @@ from typing import Any
 import streamlit as st
 
 from engine import schedules
-from engine.job import MODE_SETTINGS, MODEL_DATASETS, applies, prepare, prepare_real
-from engine.spec import MODELS, MODES, Spec, SpecError
+from engine.job import prepare, prepare_real
+from engine.rules import SpecError
+from engine.settings import MODE_SETTINGS, MODEL_DATASETS, applies
+from engine.spec import MODELS, MODES, Spec
 from viz import locales
 
 FIELDS = {f.name: f for f in dataclasses.fields(Spec)}

@@ -11,7 +11,7 @@ from typing import Any
 import streamlit as st
 
 from engine import archive
-from engine.job import ONE_PROCESS_MODES
+from engine.settings import ONE_PROCESS_MODES
 from engine.spec import Spec
 from viz.locales import Catalogue
 from viz.locales.engine import phrase

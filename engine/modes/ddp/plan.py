@@ -28,7 +28,7 @@ def plan(job: Job, step: int) -> Plan:
     memory = chain.standing_memory(job.layers, job.spec)
     memory["buckets"] = sum(b.bytes for b in whole)
     program = Program(tuple(ops), tuple(range(len(job.layers))), memory)
-    ranks = job.spec.devices
+    ranks = job.degree("dp")
     return Plan(Mesh(("dp",), (ranks,)), (program,), (0,) * ranks, tuple(layer.name for layer in job.layers))
 
 

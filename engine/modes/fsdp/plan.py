@@ -14,7 +14,7 @@ from engine.shapes import Layer
 
 
 def plan(job: Job, step: int) -> Plan:
-    return gathering_twice(job, Mesh(("fsdp",), (job.spec.devices,)))
+    return gathering_twice(job, Mesh(("fsdp",), (job.degree("fsdp"),)))
 
 
 def gathering_twice(job: Job, mesh: Mesh) -> Plan:

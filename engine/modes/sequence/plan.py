@@ -42,7 +42,7 @@ def backward(job: Job, layer: Layer) -> Cut:
 
 def _tokens(job: Job) -> tuple[int, int]:
     """What a rank has of one sample between the matrices: [context / ranks, hidden]."""
-    return (job.spec.context // job.spec.devices, job.spec.hidden)
+    return (job.spec.context // job.degree("tp"), job.spec.hidden)
 
 
 def _gather(part: str, shard: tuple[int, int]) -> Op:
@@ -66,7 +66,7 @@ def _in_turn(pieces: list[Layer], before: str, after: str) -> Cut:
 
 def _pieces(job: Job, layer: Layer) -> list[Layer]:
     """A block, cut wherever its tokens are gathered or scattered. DTensor keeps the gathered input of each pair."""
-    (c, h), heads, ranks, tokens = layer.output, job.spec.heads, job.spec.devices, _tokens(job)
+    (c, h), heads, ranks, tokens = layer.output, job.spec.heads, job.degree("tp"), _tokens(job)
     norm = FP32 * tokens[0] * h
     return [
         piece(layer, "norm1", "norm1", saved=norm, output=tokens),

@@ -26,7 +26,7 @@ def parts(job: Job, kind: str, name: str) -> tuple[str, ...]:
 
 
 def names_of(job: Job, cut: Callable[[Job, Layer], Cut], name: str) -> tuple[str, ...]:
-    if job.spec.devices == 1:
+    if job.degree("tp") == 1:
         return (name,)
     (layer,) = [layer for layer in held(job) if layer.name == name]
     return tuple(item.name for item in cut(job, layer) if isinstance(item, Layer))
@@ -39,7 +39,7 @@ def assemble(
 
     One rank has nothing to sum: there no layer is cut.
     """
-    layers, batch, ranks = held(job), job.local_batch, job.spec.devices
+    layers, batch, ranks = held(job), job.local_batch, job.degree("tp")
     ops = [chain.load(job.sample_bytes, batch)]
     for layer in layers:
         for item in forward(job, layer) if ranks > 1 else [layer]:
@@ -50,7 +50,7 @@ def assemble(
     ops += [*(after if ranks > 1 else []), chain.optimizer(layers, job.spec)]
     shares = tuple(mine.param_bytes / layer.param_bytes for mine, layer in zip(layers, job.layers, strict=True))
     memory = chain.standing_memory(layers, job.spec)
-    program = Program(tuple(ops), tuple(range(len(layers))), memory, shares=shares if job.spec.devices > 1 else ())
+    program = Program(tuple(ops), tuple(range(len(layers))), memory, shares=shares if job.degree("tp") > 1 else ())
     return Plan(Mesh(("tp",), (ranks,)), (program,), (0,) * ranks, tuple(layer.name for layer in layers))
 
 
@@ -93,13 +93,13 @@ def _dense(job: Job, layer: Layer, style: str) -> Layer:
     relu = layer.name != job.layers[-1].name
     output = (outputs,) if style == "column" else layer.output
     return dataclasses.replace(
-        layer, flops=layer.flops // job.spec.devices, saved=FP32 * (inputs + outputs * relu), output=output
+        layer, flops=layer.flops // job.degree("tp"), saved=FP32 * (inputs + outputs * relu), output=output
     )
 
 
 def _halves(job: Job, layer: Layer) -> tuple[Layer, Layer]:
     """A block's two pairs of matrices, each with the norm before it: only what is inside a pair is cut."""
-    (c, h), heads, ranks = layer.output, job.spec.heads, job.spec.devices
+    (c, h), heads, ranks = layer.output, job.spec.heads, job.degree("tp")
     attention = piece(
         layer, "attention", "norm1", "qkv", "proj",
         flops=(2 * c * 4 * h * h + 2 * 2 * c * c * h) // ranks,

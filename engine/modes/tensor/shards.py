@@ -26,7 +26,7 @@ def styles(job: Job) -> dict[str, str]:
 
 def held(job: Job) -> tuple[Layer, ...]:
     """The model's layers with the shapes of the parameters that one rank holds."""
-    style, degree = styles(job), job.spec.devices
+    style, degree = styles(job), job.degree("tp")
 
     def local(layer: Layer, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         module, _, parameter = f"{layer.name}.{name}".rpartition(".")

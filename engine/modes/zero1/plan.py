@@ -16,7 +16,7 @@ NOTHING = FP32
 def plan(job: Job, step: int) -> Plan:
     replicated = ddp.plan(job, step)
     (program,) = replicated.programs
-    owned = owners(job.layers, job.spec.devices)
+    owned = owners(job.layers, job.degree("dp"))
     broadcasts = tuple(_broadcast(rank, each) for rank, each in enumerate(owned))
     programs: dict[tuple[str, ...], Program] = {}
     for each in owned:

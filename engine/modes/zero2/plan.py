@@ -8,7 +8,7 @@ from engine.plan import Mesh, Plan
 
 
 def plan(job: Job, step: int) -> Plan:
-    ranks = job.spec.devices
+    ranks = job.degree("fsdp")
     mesh = Mesh(("fsdp",), (ranks,))
     passes = forward(job, mesh)
     for layer, op in zip(reversed(job.layers), chain.backward(job.layers, job.local_batch), strict=True):

@@ -1,0 +1,143 @@
+"""A spec with its defaults filled in and a model's layers -> the rules that join settings, each checked.
+
+What a mode leaves open, and only the layers or the devices decide (degrees, split, microbatches), is filled in here.
+"""
+
+from __future__ import annotations
+
+import math
+
+from engine import schedules
+from engine.rules import SpecError
+from engine.settings import DATA_MODES, MODE_MODELS, SEVERAL_STAGES, STAGE_MODES, TENSOR_MODES
+from engine.shapes import Layer, balance
+from engine.spec import Spec
+
+
+def nearest(good: list[int], value: int, count: int = 3) -> list[int]:
+    """The values of `good` nearest to `value`, in rising order."""
+    return sorted(sorted(good, key=lambda g: (abs(g - value), g))[:count])
+
+
+def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
+    if spec.mode == "single" and spec.devices != 1:
+        raise SpecError(
+            "devices_of_mode", "devices", spec.devices, suggest=[1], mode="single", wanted="exactly 1 device"
+        )
+    models = MODE_MODELS.get(spec.mode, (spec.model,))
+    if spec.model not in models:
+        raise SpecError("model_of_mode", "model", spec.model, suggest=models, mode=spec.mode)
+    if spec.mode in TENSOR_MODES:
+        _check_shards(spec, layers)
+    if spec.mode == "hsdp":
+        return _check_degrees(spec)
+    if spec.mode not in STAGE_MODES:
+        return spec
+    if spec.mode == "pipeline":
+        spec = _check_schedule(spec, layers)
+        stages, enough = len(pipelines(spec)[0]), _enough_devices(spec, layers)
+    else:
+        stages, enough = spec.devices, [*range(1, len(layers) + 1)]
+    if stages > len(layers):
+        setting, good = "devices", enough[-1:]
+        if not good:
+            setting, good = "stages_per_rank", [v for v in [len(layers) // spec.devices] if v]
+        value = getattr(spec, setting)
+        names = {"model": spec.model, "layers": len(layers), "stages": stages}
+        raise SpecError("too_many_stages", setting, value, suggest=good, **names)
+    balanced = balance([float(layer.flops) for layer in layers], stages)
+    if spec.split is None:
+        spec = spec.with_(split=balanced)
+    elif len(spec.split) != stages or sum(spec.split) != len(layers) or min(spec.split) < 1:
+        text = ",".join(map(str, balanced))
+        raise SpecError("split_sum", "split", spec.split, suggest=[text], stages=stages, layers=len(layers))
+    return _check_microbatches(spec) if spec.mode == "pipeline" else spec
+
+
+def stages_per_rank(schedule: str) -> int:
+    """How many stages a device has, unless it is asked for."""
+    return schedules.TABLE[schedule].stages_per_rank or SEVERAL_STAGES
+
+
+def pipelines(spec: Spec) -> list[range]:
+    return schedules.pipelines(spec.schedule, spec.devices, spec.stages_per_rank)
+
+
+def _check_schedule(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
+    """Rules of the schedule about stages and devices; those about microbatches come after the layers are split."""
+    if spec.stages_per_rank is None:
+        spec = spec.with_(stages_per_rank=stages_per_rank(spec.schedule))
+    broken = schedules.check(spec.schedule, spec.devices, spec.stages_per_rank, spec.microbatches or 1)
+    if broken and broken.setting != "microbatches":
+        good = broken.suggest if broken.setting != "devices" else nearest(_enough_devices(spec, layers), spec.devices)
+        raise SpecError(broken.code, broken.setting, broken.value, suggest=good, **broken.values)
+    return spec
+
+
+def _check_shards(spec: Spec, layers: tuple[Layer, ...]) -> None:
+    """What is cut must be cut into equal parts: attention by heads, other layers by the features between a pair."""
+    features = next(layer.output[-1] for layer in layers if len(layer.output) == 1) if spec.model != "gpt" else 0
+    sizes = {"heads": spec.heads, "context": spec.context} if spec.model == "gpt" else {"features": features}
+    if spec.mode == "tensor":
+        sizes.pop("context", None)
+    shared = math.gcd(*sizes.values())
+    if shared % spec.devices:
+        good = nearest([d for d in range(1, shared + 1) if shared % d == 0], spec.devices, 8)
+        what = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise SpecError("devices_divide", "devices", spec.devices, suggest=good, model=spec.model, sizes=what)
+
+
+def _check_degrees(spec: Spec) -> Spec:
+    """Replicas times shards are the devices. Where neither is given, two replicas if they can be cut further."""
+    devices = spec.devices
+    divisors = [d for d in range(1, devices + 1) if devices % d == 0]
+    for name in ("fsdp", "dp"):
+        degree = getattr(spec, name)
+        if degree is not None and devices % degree:
+            raise SpecError("degree_divides", name, degree, suggest=nearest(divisors, degree), devices=devices)
+    if spec.dp is None and spec.fsdp is None:
+        spec = spec.with_(dp=2 if devices % 2 == 0 and devices > 2 else 1)
+    if spec.fsdp is None:
+        return spec.with_(fsdp=devices // spec.dp)
+    if spec.dp is None:
+        return spec.with_(dp=devices // spec.fsdp)
+    if spec.dp * spec.fsdp != devices:
+        good, given = [devices // spec.fsdp], {"other": "fsdp", "degree": spec.fsdp, "devices": devices}
+        raise SpecError("degrees_of_devices", "dp", spec.dp, suggest=good, **given)
+    return spec
+
+
+def _enough_devices(spec: Spec, layers: tuple[Layer, ...]) -> list[int]:
+    """The numbers of devices for whose stages there are layers, and that the schedule can have."""
+    a_device = len(pipelines(spec.with_(devices=1))[0])
+    numbers = range(1, len(layers) // a_device + 1)
+    broken = [schedules.check(spec.schedule, number, spec.stages_per_rank, 1) for number in numbers]
+    return [n for n, b in zip(numbers, broken, strict=True) if b is None or b.setting != "devices"]
+
+
+def _check_microbatches(spec: Spec) -> Spec:
+    batch = spec.global_batch
+    divisors = [d for d in range(1, batch + 1) if batch % d == 0]
+    enough = [d for d in divisors if schedules.check(spec.schedule, spec.devices, spec.stages_per_rank, d) is None]
+    if spec.microbatches is None:
+        roomy = [d for d in enough if d >= 2 * spec.devices]
+        spec = spec.with_(microbatches=(roomy or enough or [batch])[0 if roomy else -1])
+    count = spec.microbatches
+    if batch % count:
+        raise SpecError("batch_by_microbatches", "microbatches", count, suggest=nearest(enough, count), batch=batch)
+    if broken := schedules.check(spec.schedule, spec.devices, spec.stages_per_rank, count):
+        raise SpecError(broken.code, "microbatches", count, suggest=nearest(enough, count), **broken.values)
+    return spec
+
+
+def check_batch(spec: Spec, num_train: int) -> None:
+    if spec.global_batch > num_train:
+        step = math.lcm(spec.devices if spec.mode in DATA_MODES else 1, spec.microbatches or 1)
+        good = [num_train // step * step] if num_train >= step else []
+        raise SpecError(
+            "batch_too_large", "global_batch", spec.global_batch, suggest=good, samples=num_train, dataset=spec.dataset
+        )
+    if spec.mode in DATA_MODES and spec.global_batch % spec.devices:
+        below = spec.global_batch // spec.devices * spec.devices
+        good = [b for b in (below, below + spec.devices) if 0 < b <= num_train]
+        raise SpecError("batch_by_devices", "global_batch", spec.global_batch, suggest=good, devices=spec.devices)

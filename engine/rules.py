@@ -1,0 +1,86 @@
+"""A rule and the value that breaks it -> a SpecError: one sentence, and the nearest values that work."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import typing
+from typing import Any
+
+from engine.schedules.rules import SENTENCES
+
+
+class SpecError(ValueError):
+    """A wrong setting: the rule, the value, and the nearest values that work.
+
+    `code` and `values` let a page say the same in another language; `str(error)` is the English sentence.
+    """
+
+    def __init__(self, code: str, setting: str, value: Any = None, *, suggest: typing.Iterable = (), **values: Any):
+        self.code, self.setting, self.value = code, setting, value
+        self.suggest = tuple(suggest)
+        self.values = {
+            "setting": setting.replace("_", "-"),
+            "value": _show(value),
+            **{k: _show(v) for k, v in values.items()},
+        }
+        self.values["suggest"] = ", ".join(_show(s) for s in self.suggest)
+        sentence = RULES[code].format_map(self.values)
+        super().__init__(sentence + (f" Try: {self.values['suggest']}." if self.suggest else ""))
+
+
+def _show(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+# The rules that a setting can break. One sentence each: the rule, then the value.
+RULES = {
+    "unknown_setting": "There is no setting called {setting}.",
+    "unknown_name": "{setting} must be one of the known names; {value} is not.",
+    "wrong_type": "{setting} must be {wanted}; {value} is not.",
+    "not_finite": "{setting} must be a finite number; it is {value}.",
+    "out_of_range": "{setting} must be between {low} and {high}; it is {value}.",
+    "exclusive": "Give {setting} or {other}, not both; {setting} is {value}.",
+    "does_not_apply": "{setting} does not apply to {to}; it is {value}. Leave it out.",
+    "devices_of_mode": "The mode {mode} runs on {wanted}; devices is {value}.",
+    "model_of_mode": "The mode {mode} cannot cut the model {value}.",
+    "devices_divide": "Each device gets an equal part of what is cut of the model {model} ({sizes}), so devices must "
+    "divide it; devices is {value}.",
+    "batch_by_devices": "global-batch must be divisible by the number of devices ({devices}); it is {value}.",
+    "batch_by_microbatches": "microbatches must divide global-batch ({batch}); it is {value}.",
+    "too_many_stages": "Each of the {stages} stages needs at least one layer, and {model} has {layers}; "
+    "{setting} is {value}.",
+    "planned_only": "PyTorch has no schedule {value}, so it is planned and simulated, and cannot run.",
+    "split_sum": "split must give each of the {stages} stages at least one layer and add up to the model's {layers} "
+    "layers; it is {value}.",
+    "degree_divides": "{setting} must divide the number of devices ({devices}); it is {value}.",
+    "degrees_of_devices": "{setting} times {other} ({degree}) must be the number of devices ({devices}); "
+    "{setting} is {value}.",
+    "heads_divide": "heads must divide hidden ({hidden}); it is {value}.",
+    "dataset_of_model": "The model {model} cannot learn from the dataset {value}.",
+    "batch_too_large": "global-batch must not exceed the {samples} training samples of {dataset}; it is {value}.",
+    "not_json": "A spec file holds one JSON object; {setting} does not: {value}.",
+    "no_file": "The file given as {setting} cannot be read: {value}.",
+    "no_data": "The dataset cannot be used: {value}.",
+    "no_gpu": "device cuda needs GPUs that torch can use; found {found}.",
+    "more_ranks_than_gpus": "NCCL runs one rank a GPU, and there are {gpus}; devices is {value}. "
+    "Use device cpu (gloo processes), or fewer devices.",
+    "cannot_run_here": "A real run uses at most {high} processes on one machine; devices is {value}. "
+    "It can still be simulated.",
+    "simulation_only": "The machine {value} is for simulation only.",
+    "bad_fault": "A fault reads KIND@RANK:STEP or slow@RANK:STEP:SECONDS with KIND one of {kinds}; it is {value}.",
+    "no_run": "There is no run with the id {value}.",
+    "not_recorded": "The run {value} has no timeline: it has not ended, or nothing was recorded.",
+    "cannot_write": "The file given as {setting} cannot be written: {value}.",
+    "command_line": "The command line is not right: {value}. See --help.",
+    "bad_run_id": "A run id is letters, digits, dashes and underscores; {value} is not.",
+    **SENTENCES,
+}
+
+
+def closest(name: str, known: typing.Iterable[str]) -> list[str]:
+    """The known names most like `name`, best first; all of them when few and none is alike."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return near or (known if len(known) <= 12 else [])

@@ -1,0 +1,66 @@
+"""A mode and a model -> the settings that they have, with their defaults, and what they have in common with others."""
+
+from __future__ import annotations
+
+from engine.plan import AXES
+from engine.spec import Spec
+
+# Settings that a model has, with their defaults; all others do not apply to it.
+MODEL_DEFAULTS = {
+    "cnn": {},
+    "mlp": {"layers": 2, "hidden": 256},
+    "gpt": {"layers": 4, "hidden": 128, "heads": 4, "context": 64},
+}
+MODEL_DATASETS = {"cnn": ("digits", "synthetic"), "mlp": ("digits", "synthetic"), "gpt": ("text", "synthetic")}
+MODE_SETTINGS = {
+    "single": {},
+    "data_parallel": {},
+    "ddp": {"bucket_mb": 25.0},
+    "zero1": {"bucket_mb": 25.0},
+    "zero2": {},
+    "fsdp": {},
+    "hsdp": {"dp": None, "fsdp": None},
+    "layer_split": {"split": None},
+    "pipeline": {"microbatches": None, "schedule": "1f1b", "split": None, "stages_per_rank": None},
+    "tensor": {},
+    "sequence": {},
+}
+MODE_MODELS = {"sequence": ("gpt",)}  # a mode that is not named takes every model
+DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp")  # split the batch over devices
+# A mode is a name for a mesh: of one axis, or of those whose degrees are settings.
+MODE_AXIS = {
+    "single": "dp",
+    "data_parallel": "dp",
+    "ddp": "dp",
+    "zero1": "dp",
+    "zero2": "fsdp",
+    "fsdp": "fsdp",
+    "layer_split": "pp",
+    "pipeline": "pp",
+    "tensor": "tp",
+    "sequence": "tp",
+}
+DATA_AXES = ("dp", "fsdp", "ep")  # those over which the batch is cut
+ONE_PROCESS_MODES = ("single", "data_parallel")
+STAGE_MODES = ("layer_split", "pipeline")  # split the layers over devices
+TENSOR_MODES = ("tensor", "sequence")  # split each layer over devices
+PLANNED_ONLY = ("zb_h2", "dualpipe")  # schedules that PyTorch does not have
+SEVERAL_STAGES = 2  # on a device, where the schedule leaves it open
+LEARNING_RATES = {"sgd": 0.05, "adamw": 0.002}
+DEFAULT_STEPS = 20
+
+
+def applies(setting: str, mode: str, model: str) -> bool:
+    """Whether a setting means anything for this mode and model."""
+    if any(setting in settings for settings in MODEL_DEFAULTS.values()):
+        return setting in MODEL_DEFAULTS[model]
+    if setting in AXES or any(setting in settings for settings in MODE_SETTINGS.values()):
+        return setting in MODE_SETTINGS[mode]
+    return True
+
+
+def degrees(spec: Spec) -> dict[str, int]:
+    """Mesh axis -> degree, of a spec whose mode's settings are filled in."""
+    if spec.mode in MODE_AXIS:
+        return {MODE_AXIS[spec.mode]: spec.devices}
+    return {axis: getattr(spec, axis) for axis in MODE_SETTINGS[spec.mode] if axis in AXES}
