@@ -25,7 +25,7 @@ run: $(INSTALLED) ## start the app on http://127.0.0.1:8501 (another port: make 
 	@$(PYTHON) -m streamlit run app.py --server.port $(PORT)
 
 test: check browser ## check, then run every test (some: make test ARGS="-m 'not slow'")
-	$(PYTHON) -m pytest $(ARGS)
+	$(PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadgroup $(ARGS)
 
 check: $(INSTALLED_DEV) ## lint, and see that everything is formatted
 	$(PYTHON) -m ruff check .

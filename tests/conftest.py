@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,24 @@ import pytest
 
 from bench.figures import ARGUMENTS, find_browser
 from engine.launch import Launcher
+
+
+@pytest.fixture(autouse=True)
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where tests run side by side (`pytest -n 2`), one that is marked `alone` waits for the others and they for it.
+
+    Whoever waits does so at the gate and lets nobody pass, or there would always be somebody inside.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    kind = fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH
+    shared = tmp_path_factory.getbasetemp().parent
+    with (shared / "gate").open("w") as gate, (shared / "inside").open("w") as inside:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(inside, kind)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        yield
 
 
 @pytest.fixture

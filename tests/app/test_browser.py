@@ -12,7 +12,7 @@ import pytest
 from engine import archive
 from tests.app.conftest import Tab
 
-pytestmark = [pytest.mark.browser, pytest.mark.slow]
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.xdist_group("app")]  # one server for all
 
 NewTab = Callable[[], Tab]
 
@@ -148,6 +148,7 @@ def assert_verdict(lab: Tab) -> None:
 
 
 @pytest.mark.real
+@pytest.mark.alone
 def test_stop_ends_a_run_within_two_seconds_in_every_tab(tab: NewTab, server: tuple[str, int, Path]):
     # Each step sleeps a while: two workers at full speed leave no core for two browser tabs.
     lab = tab().open("?mode=ddp&devices=2&model=mlp&steps=10000&fault=slow@0:0:0.1")

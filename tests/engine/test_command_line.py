@@ -205,6 +205,7 @@ LONG = "run --mode ddp --devices 2 --model mlp --steps 100000 --device cpu --jso
 
 
 @pytest.mark.real
+@pytest.mark.alone
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_however_the_command_ends_no_worker_is_left(number, runs_dir):
     with engine_process(*LONG, "--runs-dir", str(runs_dir)) as process:

@@ -218,6 +218,7 @@ def test_a_peer_that_ignores_the_polite_signal_is_killed(run):
     assert not living(archive.read_status(handle.run_dir)["worker_pids"])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("behaviour", ["hang", "deaf"])
 def test_stop_ends_every_process_within_two_seconds(run, behaviour):
     handle = run({0: behaviour})

@@ -92,9 +92,9 @@ def seek(page, share):
     ask(page, f"(player) => player.seek(player.payload.end * {share})")
 
 
+@pytest.mark.browser
+@pytest.mark.xdist_group("player")
 class TestPlayer:
-    pytestmark = pytest.mark.browser
-
     def test_it_plays_pauses_and_stops_at_the_end(self, show):
         page = show(payload_of())
         assert state(page) == [False, 0, 33]
@@ -109,6 +109,7 @@ class TestPlayer:
         page.wait_for_function(f"document.querySelector('{ROOT}').dataset.playing === 'false'")
         assert state(page) == [False, 33, 33]
 
+    @pytest.mark.alone
     def test_speed_changes_how_fast_the_clock_goes(self, show):
         """Four times the speed covers more than twice the way in the same time, whatever else the machine does."""
         page = show(payload_of())
@@ -231,6 +232,7 @@ class TestPlayer:
         page.locator(".ls-play").click()
         assert page.locator(".ls-packet").count() == 0
 
+    @pytest.mark.alone
     def test_a_thousand_spans_move_at_25_frames_a_second_or_more(self, show):
         spans, _, payload = pipeline_payload(8, 23)
         assert spans >= 1000
