@@ -75,9 +75,12 @@ def _check_schedule(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
 
 
 def _check_shards(spec: Spec, layers: tuple[Layer, ...]) -> None:
-    """What is cut must be cut into equal parts: attention by heads, other layers by the features between a pair."""
+    """What is cut must be cut into equal parts: attention by heads, the vocabulary by tokens, other layers by
+    the features between a pair."""
     features = next(layer.output[-1] for layer in layers if len(layer.output) == 1) if spec.model != "gpt" else 0
-    sizes = {"heads": spec.heads, "context": spec.context} if spec.model == "gpt" else {"features": features}
+    vocabulary = layers[-1].output[-1]
+    gpt = {"heads": spec.heads, "context": spec.context, "vocabulary": vocabulary}
+    sizes = gpt if spec.model == "gpt" else {"features": features}
     if spec.mode == "tensor":
         sizes.pop("context", None)
     shared = math.gcd(*sizes.values())

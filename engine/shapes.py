@@ -17,6 +17,9 @@ import numpy as np
 from engine.spec import Spec
 
 FP32 = 4  # bytes
+# A model's vocabulary is rounded up to a multiple of this, so that tensor parallelism can cut it: a text has as many
+# distinct characters as it has. Tokens that no text has are never a target.
+VOCABULARY_MULTIPLE = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,8 @@ def model_layers(spec: Spec, vocabulary: int) -> tuple[Layer, ...]:
         return _cnn(vocabulary)
     if spec.model == "mlp":
         return _mlp(spec.layers, spec.hidden, vocabulary)
-    return _gpt(spec.layers, spec.hidden, spec.heads, spec.context, vocabulary)
+    tokens = math.ceil(vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    return _gpt(spec.layers, spec.hidden, spec.heads, spec.context, tokens)
 
 
 def _conv(name: str, inputs: int, outputs: int, side: int) -> Layer:

@@ -2,11 +2,14 @@
 after it (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2); on the way back the other way round.
 
 Between them a rank has its part of the context, so a norm's weight gets a part of its gradient there, and the parts are
-summed after the backward pass. Embedding and head work on the whole context.
+summed after the backward pass.
 """
 
+import dataclasses
+import math
+
 from engine.job import Job
-from engine.modes.tensor.plan import Cut, assemble, collective, names_of
+from engine.modes.tensor.plan import Cut, assemble, collective, loss, names_of
 from engine.modes.tensor.shards import piece
 from engine.plan import Op, Plan
 from engine.shapes import FP32, Layer
@@ -14,7 +17,7 @@ from engine.shapes import FP32, Layer
 
 def plan(job: Job, step: int) -> Plan:
     norms = [f"{layer.name}.{norm}" for layer in job.layers[1:-1] for norm in ("norm1", "norm2")]
-    return assemble(job, forward, backward, [_norm_gradient(name, job.spec.hidden) for name in norms])
+    return assemble(job, forward, backward, [_norm_gradient(name, job.spec.hidden) for name in (*norms, "head.norm")])
 
 
 def parts(job: Job, kind: str, name: str) -> tuple[str, ...]:
@@ -27,26 +30,35 @@ def _norm_gradient(name: str, hidden: int) -> Op:
 
 
 def forward(job: Job, layer: Layer) -> Cut:
+    shard = _tokens(job)
+    if layer.name == "embed":
+        tokens = piece(layer, "tokens", "token", output=layer.output)
+        scatter = collective("reduce_scatter", "embed.tokens", layer.output_bytes)
+        return [tokens, scatter, piece(layer, "sum", "position", saved=layer.saved, output=shard)]
     if layer.name == "head":
-        shard = _tokens(job)
-        return [piece(layer, "input", output=shard), _gather(layer.name, shard), layer]
-    return _in_turn(_pieces(job, layer), "all_gather", "reduce_scatter") if layer.name != "embed" else [layer]
+        gather = collective("all_gather", "head.logits", FP32 * math.prod(shard))
+        return [piece(layer, "norm", "norm", output=shard), gather, *loss(job, layer)]
+    return _in_turn(_pieces(job, layer), "all_gather", "reduce_scatter")
 
 
 def backward(job: Job, layer: Layer) -> Cut:
+    shard = _tokens(job)
     if layer.name == "embed":
-        shard = _tokens(job)
-        return [piece(layer, "output", output=shard), _gather(layer.name, shard), layer]
-    return _in_turn(_pieces(job, layer)[::-1], "all_gather", "reduce_scatter") if layer.name != "head" else [layer]
+        size = FP32 * math.prod(shard)
+        position = dataclasses.replace(collective("all_gather", "embed.position", size), payload="gradient")
+        pieces = [piece(layer, name, output=shard) for name in ("sum", "position")]
+        tokens = piece(layer, "tokens", "token", output=layer.output)
+        return [pieces[0], position, pieces[1], collective("all_gather", "embed.tokens", size), tokens]
+    if layer.name == "head":
+        logits, *_ = loss(job, layer)
+        scatter = collective("reduce_scatter", "head.logits", job.layers[-2].output_bytes)
+        return [logits, scatter, piece(layer, "norm", "norm", output=shard)]
+    return _in_turn(_pieces(job, layer)[::-1], "all_gather", "reduce_scatter")
 
 
 def _tokens(job: Job) -> tuple[int, int]:
     """What a rank has of one sample between the matrices: [context / ranks, hidden]."""
     return (job.spec.context // job.degree("tp"), job.spec.hidden)
-
-
-def _gather(part: str, shard: tuple[int, int]) -> Op:
-    return collective("all_gather", part, FP32 * shard[0] * shard[1])
 
 
 def _in_turn(pieces: list[Layer], before: str, after: str) -> Cut:

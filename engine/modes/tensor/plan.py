@@ -59,11 +59,20 @@ def collective(kind: str, part: str, size: int) -> Op:
 
 
 def _of_batch(op: Op, payload: str, samples: int) -> Op:
-    return dataclasses.replace(op, payload=payload, bytes=op.bytes * samples)
+    """What is labelled already is not of samples: a weight's gradient."""
+    return op if op.payload else dataclasses.replace(op, payload=payload, bytes=op.bytes * samples)
 
 
 def forward(job: Job, layer: Layer) -> Cut:
     style, whole = styles(job).get(layer.name), layer.output
+    if layer.name == "embed":
+        return [
+            piece(layer, "tokens", "token", output=whole),
+            collective("all_reduce", "embed.tokens", layer.output_bytes),
+            piece(layer, "sum", "position", output=whole, saved=layer.saved),
+        ]
+    if layer.name == "head":
+        return loss(job, layer)
     if layer.name.startswith("block"):
         attention, mlp, size = *_halves(job, layer), layer.output_bytes
         total = [collective("all_reduce", part.name, size) for part in (attention, mlp)]
@@ -76,6 +85,9 @@ def forward(job: Job, layer: Layer) -> Cut:
 
 def backward(job: Job, layer: Layer) -> Cut:
     style = styles(job).get(layer.name)
+    if layer.name == "head":
+        logits, total = _logits(job, layer), collective("all_reduce", "head.logits", job.layers[-2].output_bytes)
+        return [logits, total, piece(layer, "norm", "norm", output=job.layers[-2].output)]
     if layer.name.startswith("block"):
         attention, mlp, size = *_halves(job, layer), layer.output_bytes
         total = [collective("all_reduce", part.name, size) for part in (mlp, attention)]
@@ -85,6 +97,22 @@ def backward(job: Job, layer: Layer) -> Cut:
         total = collective("all_reduce", layer.name, FP32 * inputs)
         return [_dense(job, layer, style), total, piece(layer, "input", output=(inputs,))]
     return [_dense(job, layer, style) if style else layer]
+
+
+def loss(job: Job, layer: Layer) -> Cut:
+    """This rank's part of the logits, and the loss: for each token the largest logit of all ranks, the sum of
+    exponentials, and the target's log-probability, which one rank knows (torch's loss_parallel)."""
+    context = layer.output[0]
+    cut: Cut = [_logits(job, layer)]
+    for before, after in (("logits", "largest"), ("largest", "total"), ("total", "loss")):
+        cut += [collective("all_reduce", f"head.{before}", FP32 * context), piece(layer, after, output=(context,))]
+    return cut
+
+
+def _logits(job: Job, layer: Layer) -> Layer:
+    context, vocabulary = layer.output
+    flops, output = layer.flops // job.degree("tp"), (context, vocabulary // job.degree("tp"))
+    return piece(layer, "logits", "linear", flops=flops, saved=layer.saved, output=output)
 
 
 def _dense(job: Job, layer: Layer, style: str) -> Layer:

@@ -1,7 +1,14 @@
 """A job under torch's parallelize_module: linear layers cut by columns, then by rows; all ranks see the whole batch."""
 
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 from engine.job import Job
 from engine.modes.tensor.plan import parts
@@ -11,14 +18,39 @@ from engine.real.data import Batches
 from engine.real.functional import announce
 from engine.real.training import LocalTraining, Place
 
-STYLES = {"column": ColwiseParallel, "row": RowwiseParallel}
+LOGITS = {"output_layouts": Shard(-1), "use_local_output": False}  # stay cut by tokens of the vocabulary, for the loss
 
 
-def training(job: Job, place: Place) -> LocalTraining:
-    chain = parallel_chain(job, place, {name: STYLES[style]() for name, style in styles(job).items()})
+def training(job: Job, place: Place) -> "TensorTraining":
+    plan: dict[str, ParallelStyle] = {}
+    for name, style in styles(job).items():
+        if style == "vocabulary":
+            plan[name] = RowwiseParallel(input_layouts=Replicate())
+        elif style == "column":
+            plan[name] = ColwiseParallel(**(LOGITS if name == "head.linear" else {}))
+        else:
+            plan[name] = RowwiseParallel()
+    chain = parallel_chain(job, place, plan)
     place.recorder.parts = lambda kind, layer: parts(job, kind, layer)
     optimizer = models.make_optimizer(job, chain.parameters())
-    return LocalTraining(job, place, chain, chain, Batches(job, 0, 1, place.device), optimizer)
+    return TensorTraining(job, place, chain, chain, Batches(job, 0, 1, place.device), optimizer)
+
+
+class TensorTraining(LocalTraining):
+    """The loss of logits that are cut by tokens of the vocabulary, and gradients laid out as their parameters are.
+
+    Autograd leaves some otherwise: of an embedding's rows it gives every rank all, of a norm that has seen a part of
+    the context a part, to be summed.
+    """
+
+    def make_gradients(self, step: int) -> float:
+        with loss_parallel():
+            loss = super().make_gradients(step)
+        for parameter in self.chain.parameters():
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
+        return loss
 
 
 def parallel_chain(job: Job, place: Place, plan: dict[str, ParallelStyle]) -> models.Chain:
@@ -26,7 +58,8 @@ def parallel_chain(job: Job, place: Place, plan: dict[str, ParallelStyle]) -> mo
     chain = models.build(job).to(place.device)
     chain.recorder = place.recorder
     mesh = init_device_mesh(place.device.type, (place.world_size,), mesh_dim_names=("tp",))
-    parallelize_module(chain, mesh, plan)
+    if plan:
+        parallelize_module(chain, mesh, plan)
     chain.watch_first_gradients()
     announce(place.recorder, "tp")
     return chain

@@ -1,8 +1,8 @@
 """A job -> which of its linear layers are cut by columns (outputs) and which by rows (inputs), and what a rank holds.
 
 A layer cut by columns is followed by one cut by rows: what lies between them stays cut, and only the output of the
-second has to be summed over the ranks (Shoeybi et al. 2019, arXiv:1909.08053, section 3). The vocabulary stays whole:
-a text has as many distinct characters as it has, 103 say, and no degree divides that.
+second has to be summed over the ranks (Shoeybi et al. 2019, arXiv:1909.08053, section 3). The vocabulary is cut, too:
+each rank embeds the tokens that it has, and computes their logits.
 """
 
 import dataclasses
@@ -11,14 +11,17 @@ from engine.job import Job
 from engine.shapes import Layer
 
 BLOCK = {"qkv": "column", "proj": "row", "up": "column", "down": "row"}
-CUT = {("column", "weight"): 0, ("column", "bias"): 0, ("row", "weight"): 1}  # the dim that is cut
+CUT = {("vocabulary", "weight"): 0, ("column", "weight"): 0, ("column", "bias"): 0, ("row", "weight"): 1}  # the dim
 
 
 def styles(job: Job) -> dict[str, str]:
-    """Module name -> column or row; what is not named is whole on every rank."""
+    """Module name -> column, row, or vocabulary (rows of an embedding); what is not named is whole on every rank."""
+    if job.degree("tp") == 1:
+        return {}
     if job.spec.model == "gpt":
         blocks = [layer.name for layer in job.layers[1:-1]]
-        return {f"{block}.{name}": style for block in blocks for name, style in BLOCK.items()}
+        cut = {f"{block}.{name}": style for block in blocks for name, style in BLOCK.items()}
+        return {"embed.token": "vocabulary", **cut, "head.linear": "column"}
     linear = [layer.name for layer in job.layers if len(layer.params[0][1]) == 2]
     pairs = zip(linear[::2], linear[1::2], strict=False)  # an odd one at the end stays whole
     return {name: style for pair in pairs for name, style in zip(pair, ("column", "row"), strict=True)}
