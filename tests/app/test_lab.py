@@ -80,7 +80,8 @@ def test_each_mode_tells_its_lesson_in_order(lab: Lab, mode: str):
     more = {"single": "&devices=1", "sequence": "&model=gpt"}.get(mode, "")
     app, lesson = lab(f"mode={mode}{more}"), modes.lesson(mode)
     said = words(app)
-    places = [said.index(sentence) for sentence in (lesson.title, *lesson.steps, lesson.use, lesson.limits)]
+    steps = [f"**{step.title}.** {step.text}" for step in lesson.steps]
+    places = [said.index(sentence) for sentence in (lesson.title, *steps, lesson.use, lesson.limits)]
     assert places == sorted(places)
     assert lesson.idea in said
 
