@@ -19,7 +19,8 @@ class Step:
 
     Ops of `kinds`; of those that communicate, only the ones that move `payload` (one or several) on `axis`, and only
     those whose part computes a `before` pass next: so a gather for forward is told from one for backward. A step
-    without kinds happened earlier: it is seen in what the devices hold at the start.
+    without kinds happened earlier: it is seen in what the devices hold at the start, or with `payload="batch"` in the
+    parts of the batch that wait before them.
     """
 
     title: str

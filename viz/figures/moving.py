@@ -9,6 +9,7 @@ from typing import Any
 
 from viz import theme
 from viz.figures import words
+from viz.figures.moments import Told
 from viz.figures.picture import PictureInfo, caption, digits_of, look_of, place_of
 from viz.figures.places import Box, segment
 from viz.figures.rows import Bar
@@ -56,6 +57,7 @@ def moving_picture(
         "looks": [[look.colour, look.ink, look.shape] for look in theme.LOOKS.values()],
         "legend": _legend(info, text, looks),
         "caption": caption(info, text),
+        "lesson": [_step(told, looks, clock) for told in info.lesson if told.step.title],
         "boxes": [_box(box, text, staged) for box in info.places.boxes],
         "spans": _spans(info, text, looks, strings, clock),
         **_flights(info, looks, clock),
@@ -70,6 +72,19 @@ def _legend(info: PictureInfo, text: words.Text, looks: dict[str, int]) -> list[
     moved = {flight.payload if flight.payload in looks else "other" for flight in info.flights}
     order = [look for look in theme.LOOKS if look in computed], [look for look in theme.LOOKS if look in moved]
     return [[looks[look], travels, words.look_name(text, look)] for travels, part in enumerate(order) for look in part]
+
+
+def _step(told: Told, looks: dict[str, int], clock) -> dict[str, Any]:
+    """`moments`: [from, to, when best seen]. `look`: of what the step begins with; -1 where it happened earlier.
+    `earlier`: then 1, or 2 where it is seen in the batch."""
+    first = told.first
+    return {
+        "title": told.step.title,
+        "text": told.step.text,
+        "earlier": 0 if told.step.kinds else 2 if "batch" in told.step.payload else 1,
+        "look": -1 if first is None else looks[theme.look_of(first.kind, first.payload)],
+        "moments": [[clock(time) for time in moment] for moment in told.moments],
+    }
 
 
 def _box(box: Box, text: words.Text, staged: bool) -> dict[str, Any]:
@@ -164,4 +179,6 @@ def _player_text(text: words.Text) -> dict[str, str]:
         "all": text("figure.all_ranks"),
         "idle": text("figure.idle", ranks="{ranks}"),
         "starts": text("figure.starts", time="{time}"),
+        "lesson": text("player.lesson"),
+        "absent": text("player.absent"),
     }

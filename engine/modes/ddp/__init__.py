@@ -6,7 +6,11 @@ LESSON = Lesson(
     title="Distributed data parallel (DDP)",
     idea="Every rank holds the whole model and sees its own part of the batch; gradients are averaged over ranks.",
     steps=(
-        Step("Data split", "A sampler cuts every batch into equal parts, one a rank: no sample is in two of them."),
+        Step(
+            "Data split",
+            "A sampler cuts every batch into equal parts, one a rank: no sample is in two of them.",
+            payload="batch",
+        ),
         Step("Model replication", "Every rank holds the whole model, with the weights that rank 0 began with."),
         Step("Data assignment", "Each rank loads its own part of the batch.", kinds=("load",)),
         Step(
