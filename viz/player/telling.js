@@ -76,7 +76,8 @@ class Rail {
     // Of several that go on, the later one in the lesson is the news; where none does, the one that ended last.
     const said = chosen >= 0 ? chosen : on.length ? (begins ? on[0] : on.at(-1)) : this.last(t);
     this.chips.forEach((chip, i) => (on.includes(i) ? chip.getAttribute("aria-current") || chip.setAttribute("aria-current", "step") : chip.removeAttribute("aria-current")));
-    if (this.line.textContent !== lesson[said].text) this.line.textContent = this.line.title = lesson[said].text;
+    const { title, text } = lesson[said];
+    if (this.line.textContent !== text) Object.assign(this.line, { textContent: text, title: text }).dataset.step = title;
     return begins ? lesson[said].earlier : NOT_EARLIER;
   }
 

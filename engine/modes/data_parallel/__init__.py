@@ -21,7 +21,7 @@ LESSON = Lesson(
         ),
         Step(
             "Independent computation",
-            "Every device runs forward and backward on its part (parallel apply); outputs meet on device 0 for the loss.",
+            "Every device runs forward and backward on its part (parallel apply); outputs meet on device 0.",
             kinds=(*PASSES, "gather", "scatter"),
             payload=("activation", "gradient"),
         ),
