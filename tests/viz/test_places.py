@@ -144,6 +144,21 @@ def test_shards_of_a_layer_lie_side_by_side_and_add_up_to_it():
         assert end == pytest.approx(1.0)
 
 
+def test_three_rows_on_four_ranks_leave_the_last_one_hollow():
+    """torch.chunk gives 1, 1, 1 and 0 rows of the hidden layers, and of the last one's ten 3, 3, 3 and 1."""
+    plan, layers, timeline = predicted("fsdp", 4, model="mlp", hidden=3)
+    info = picture_info(plan, layers, timeline)
+    cells = [box.cells for box in info.places.boxes]
+    for i, layer in enumerate(layers[:-1]):
+        assert [cells[rank][i].held for rank in range(4)] == [True, True, True, False], layer.name
+        parts = [[(x - c.x0) / (c.x1 - c.x0) for x in c.kept] for c in (cells[rank][i] for rank in range(4))]
+        assert parts[:3] == [pytest.approx([rank / 3, (rank + 1) / 3]) for rank in range(3)]
+        assert parts[3][0] == parts[3][1]
+    assert [cells[rank][-1].held for rank in range(4)] == [True] * 4
+    drawn = [s for s in moving_picture(info, EN)["figure"]["layout"]["shapes"] if s.get("fillcolor") == stage_colour(0)]
+    assert len(drawn) == 3 * (len(layers) - 1) + 4
+
+
 def test_a_layer_that_is_whole_fills_its_cell_and_one_that_is_absent_none_of_it():
     first, second = places(TWO, ["a", "b"]).boxes[0].cells
     assert first.kept == (first.x0, first.x1)

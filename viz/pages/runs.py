@@ -14,7 +14,7 @@ from engine.rules import SpecError
 from viz import locales
 from viz.locales import Catalogue
 from viz.pages.live import state_badge
-from viz.pages.numbers import duration
+from viz.pages.numbers import NOTHING, duration
 from viz.pages.settings import show_language
 from viz.pages.state import Asked, act, read_url, write_url
 
@@ -90,13 +90,13 @@ def _model(run_dir: Path, text: Catalogue) -> str:
     try:
         return text.name("model", archive.read_spec(run_dir).model)
     except SpecError:
-        return "-"
+        return NOTHING
 
 
 def _mark(verdict: Mapping[str, Any] | None, text: Catalogue) -> str:
     ok = (verdict or {}).get("ok")
     if ok is None:
-        return "-"
+        return NOTHING
     word = text(f"runs.{'ok' if ok else 'bad'}")
     return f":green-badge[:material/check: {word}]" if ok else f":red-badge[:material/close: {word}]"
 

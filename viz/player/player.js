@@ -244,7 +244,8 @@ class Player {
       const [y0, y1] = spans.lanes[spans.lane[i]], high = ty(y1) - ty(y0);
       if (high < 10) return;
       const size = Math.min(15 * z, high - 3), room = (x1 - x0 - 4) * (BAR / size);
-      const label = strings[spans.label[i]].split("\t").find((words) => width(/^\d+$/.test(words) ? digits : words, BAR) <= room);
+      const short = (words) => (/^\d+$/.test(words) ? digits : /^[A-Z]\d+$/.test(words) ? `W${digits}` : words); // W: the widest
+      const label = strings[spans.label[i]].split("\t").find((words) => width(short(words), BAR) <= room);
       if (!label) return;
       const fill = spans.veiled[i] ? "currentColor" : looks[spans.look[i]][1];
       marks("text", { x: (x0 + x1) / 2, y: (ty(y0) + ty(y1)) / 2, fill, class: "ls-label", "font-size": size }, label);
