@@ -135,12 +135,23 @@ class Recorder:
             key = (stage, microbatch, part, payload)
             self._marks.append(Span(rank, lane, kind, self._step, start, end, *key, axis, NONE, size))
 
-    def message(self, kind: str, *, stage: int, microbatch: int, payload: str, peer: int, size: int) -> None:
-        """A send or receive is about to be issued to the coordinate `peer` of axis pp."""
-        self.doing = f"{kind} {payload} of microbatch {microbatch}"
+    def message(
+        self,
+        kind: str,
+        *,
+        payload: str,
+        peer: int,
+        size: int,
+        axis: str = "pp",
+        stage: int | None = None,
+        microbatch: int | None = None,
+        part: str = "",
+    ) -> None:
+        """A send to the coordinate `peer` of an axis is about to be issued, or a receive from it."""
+        self.doing = f"{kind} {payload} of {part or f'microbatch {microbatch}'}"
         if self.recording:
-            op = Op(kind=kind, stage=stage, microbatch=microbatch, payload=payload, axis="pp", peer=peer, bytes=size)
-            self._messages.append((self._step, op))
+            where = {"stage": stage, "microbatch": microbatch, "part": part, "axis": axis, "peer": peer}
+            self._messages.append((self._step, Op(kind=kind, payload=payload, bytes=size, **where)))
 
     def collective(self, kind: str, size: int, *, axis: str) -> None:
         """A collective is about to be called with a tensor of `size` bytes, for a layer's output or a gradient."""
@@ -153,6 +164,14 @@ class Recorder:
         """The result of the first such collective is there; to ask for it again does not count."""
         if self.recording and self._awaited:
             self._passes[-1].waits.append((self._awaited.popleft(), self.now()))
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """The body issues messages and waits for some: the compute of a layer is cut by it, however short it is."""
+        begun = self.now()
+        yield
+        if self.recording:
+            self._passes[-1].waits.append((begun, self.now()))
 
     def begin_pass(self, stage: int, rank: int | None) -> Pass:
         """A batch enters a chain of layers."""
