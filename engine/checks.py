@@ -10,7 +10,7 @@ import math
 from engine import schedules
 from engine.modes.context.deal import num_chunks
 from engine.rules import SpecError
-from engine.settings import DATA_MODES, MODE_MODELS, SEVERAL_STAGES, STAGE_MODES, TENSOR_MODES, degrees
+from engine.settings import DATA_MODES, MAX_RING, MODE_MODELS, SEVERAL_STAGES, STAGE_MODES, TENSOR_MODES, degrees
 from engine.shapes import Layer, balance
 from engine.spec import MAX_DEVICES, Spec
 
@@ -110,13 +110,13 @@ def check_context(spec: Spec, setting: str = "devices") -> Spec:
             raise SpecError("heads_of_ulysses", setting, degree, suggest=good, **sizes)
         return spec.with_(balance="none")
     spec = spec.with_(balance=spec.balance or "head_tail")
-    chunks = num_chunks(1, spec.balance)
-    if degree > 1 and spec.context % (chunks * degree):
-        most = min(spec.context // chunks, MAX_DEVICES)
-        good = [d for d in range(1, most + 1) if d == 1 or spec.context % (chunks * d) == 0]
-        raise SpecError(
-            "context_divides", setting, degree, suggest=nearest(good, degree, 8), chunks=chunks, context=spec.context
-        )
+    chunks, most = num_chunks(1, spec.balance), MAX_RING if spec.attention == "ring" else MAX_DEVICES
+    good = [d for d in range(1, min(spec.context, most) + 1) if d == 1 or spec.context % (chunks * d) == 0]
+    if degree > most:
+        raise SpecError("ring_too_long", setting, degree, suggest=nearest(good, degree), high=most)
+    if degree not in good:
+        sizes = {"chunks": chunks, "context": spec.context}
+        raise SpecError("context_divides", setting, degree, suggest=nearest(good, degree, 8), **sizes)
     return spec
 
 

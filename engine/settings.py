@@ -47,6 +47,7 @@ ONE_PROCESS_MODES = ("single", "data_parallel")
 STAGE_MODES = ("layer_split", "pipeline")  # split the layers over devices
 TENSOR_MODES = ("tensor", "sequence")  # split each layer over devices
 PLANNED_ONLY = ("zb_h2", "dualpipe")  # schedules that PyTorch does not have
+MAX_RING = 128  # ranks: every one takes as many turns, in every layer
 SEVERAL_STAGES = 2  # on a device, where the schedule leaves it open
 LEARNING_RATES = {"sgd": 0.05, "adamw": 0.002}
 DEFAULT_STEPS = 20

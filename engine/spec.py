@@ -85,7 +85,8 @@ class Spec:
         None, "how attention gets the keys and values of other devices (context)", choices=ATTENTIONS
     )
     balance: str | None = _setting(
-        None, "how a sequence is dealt out: an early and a late chunk each, or one run of tokens (context)",
+        None,
+        "how a sequence is dealt out: an early and a late chunk each, or one run of tokens (context)",
         choices=BALANCES,
     )
     bucket_mb: float | None = _setting(None, "size of DDP's gradient buckets, in MiB", low=1e-6, high=65_536)

@@ -86,7 +86,9 @@ class Merged:
     """The output for a rank's queries over the keys seen so far, and the log-sum-exp of their scores."""
 
     def __init__(self, q: Tensor):
-        self.output = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        n, heads, tokens, width = q.shape
+        # Laid out by tokens, so that the matrix after attention needs no copy of it.
+        self.output = q.new_zeros(n, tokens, heads, width).transpose(1, 2)
         self.lse = q.new_full(q.shape[:-1], -torch.inf).unsqueeze(-1)
 
     def add(self, ranks: Ranks, q: Tensor, kv: Tensor, other: int) -> None:

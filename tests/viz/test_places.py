@@ -100,6 +100,8 @@ def test_boxes_lie_apart_and_on_the_stage(mode, devices):
     settings |= {"model": "mlp", "layers": 16} if mode == "layer_split" else {}
     if mode in ("tensor", "sequence"):
         settings = {"model": "gpt", "hidden": devices * 8, "heads": devices, "context": devices * 2}
+    if mode == "context":
+        settings = {"model": "gpt", "context": devices * 2}
     if mode in DATA_MODES:
         settings["global_batch"] = devices * 4
     plan, layers, _ = predicted(mode, devices, **settings)

@@ -15,6 +15,6 @@ LESSON = Lesson(
         "weight gradients are averaged over all.",
     ),
     use="Sequences too long for the memory of one device.",
-    limits="Under a causal mask late tokens see more: with one run of tokens each, 4 ranks attend to 1:2:3:4 blocks, and "
-    "all wait for the last; head-tail makes them equal. Ulysses goes up to the number of heads.",
+    limits="Under a causal mask late tokens see more: with one run of tokens each, 4 ranks attend to 1:2:3:4 blocks, "
+    "and all wait for the last; head-tail makes them equal. Ulysses goes up to the number of heads.",
 )

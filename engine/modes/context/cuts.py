@@ -16,7 +16,7 @@ whole is skipped, and stays as a piece without work.
 import dataclasses
 
 from engine.job import Job
-from engine.modes.context.deal import area
+from engine.modes.context.deal import area, area_of_all
 from engine.modes.tensor.plan import Cut
 from engine.modes.tensor.shards import piece
 from engine.plan import Op
@@ -131,7 +131,7 @@ def _hop(kind: str, payload: str, part: str, job: Job, rank: int) -> Op:
 
 def _gathered(job: Job, layer: Layer, rank: int) -> Layer:
     ranks, spec = job.degree("cp"), job.spec
-    pairs = sum(area(rank, other, ranks, spec.context, spec.balance) for other in range(ranks))
+    pairs = area_of_all(rank, ranks, spec.context, spec.balance)
     return _attention(job, layer, "attention", pairs, saved=ranks * _kv_bytes(job))
 
 

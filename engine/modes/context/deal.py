@@ -29,3 +29,16 @@ def area(rank: int, other: int, ranks: int, context: int, balance: str) -> int:
     """Pairs of a query of `rank` and a key of `other` in the blocks that are not masked whole."""
     size = context // num_chunks(ranks, balance)
     return size**2 * len(visible(chunks(rank, ranks, balance), chunks(other, ranks, balance)))
+
+
+def area_of_all(rank: int, ranks: int, context: int, balance: str) -> int:
+    """The same with the keys of all ranks: a chunk of queries sees as many chunks as stand before it, and itself."""
+    size = context // num_chunks(ranks, balance)
+    return size**2 * sum(chunk + 1 for chunk in chunks(rank, ranks, balance))
+
+
+def span(rank: int, ranks: int, context: int, balance: str) -> str:
+    """A rank's tokens in words: `tokens 0:8, 56:64`."""
+    size = context // num_chunks(ranks, balance)
+    runs = [f"{chunk * size}:{(chunk + 1) * size}" for chunk in chunks(rank, ranks, balance)]
+    return f"tokens {', '.join(runs)}"

@@ -1,4 +1,4 @@
-"""A job under context parallelism -> its plan: DDP's, with each rank's own tokens, and every block cut at its attention.
+"""A job under context parallelism -> its plan: DDP's, with a rank's own tokens, and each block cut at its attention.
 
 Who holds what differs from DDP only in the data: all ranks see the same samples, and each has other tokens of them. So
 DDP's buckets go over the axis cp, and a bucket is full when the piece of a layer that makes its last gradient is done.
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from engine import chain
 from engine.job import Job
 from engine.modes.context.cuts import backward, forward
+from engine.modes.context.deal import span
 from engine.modes.ddp import plan as ddp
 from engine.modes.ddp.buckets import buckets
 from engine.modes.tensor.plan import Cut
@@ -28,7 +29,10 @@ def plan(job: Job, step: int) -> Plan:
     programs: dict[tuple[Op, ...], int] = {}
     roles = []
     for rank in range(ranks):
-        ops = [chain.load(job.sample_bytes // ranks, job.local_batch), *control]
+        load = chain.load(job.sample_bytes // ranks, job.local_batch)
+        if ranks > 1:
+            load = dataclasses.replace(load, part=span(rank, ranks, job.spec.context, job.spec.balance))
+        ops = [load, *control]
         for layer in job.layers:
             ops += ops_of(forward(job, layer, rank), chain.forward, job.local_batch)
         for layer in reversed(job.layers):

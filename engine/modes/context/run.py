@@ -1,4 +1,4 @@
-"""A job whose sequences are dealt out to the ranks: our attention between them, and PyTorch's DistributedDataParallel."""
+"""A job whose sequences are dealt out to the ranks: attention between them, and torch's DistributedDataParallel."""
 
 import functools
 
