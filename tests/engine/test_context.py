@@ -19,7 +19,7 @@ SMALL = {
     "mode": "context", "model": "gpt", "hidden": HIDDEN, "heads": HEADS, "context": CONTEXT, "global_batch": BATCH,
     "layers": LAYERS, "dataset": "synthetic",
 }  # fmt: skip
-VOCABULARY = 64  # of the dataset synthetic
+VOCABULARY = 96  # of the dataset synthetic, 64, rounded up to a multiple of 48
 SHORT = {"steps": 4, "device": "cpu"}
 KV = 4 * 2 * BATCH * CONTEXT * HIDDEN  # bytes of the keys and values of all tokens
 PARAMETERS = LAYERS * (12 * HIDDEN**2 + 2 * HIDDEN) + HIDDEN * (2 * VOCABULARY + CONTEXT + 1)
