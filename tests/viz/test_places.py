@@ -132,6 +132,15 @@ def test_a_device_shows_which_layers_it_holds():
     assert [box.stages for box in where.boxes] == [(0,), (1,)]
 
 
+def test_a_device_tells_which_tokens_it_has():
+    plan, layers, timeline = predicted("context", 4, model="gpt", context=64)
+    boxes = moving_picture(picture_info(plan, layers, timeline), EN)["boxes"]
+    assert [box["titles"][0] for box in boxes] == [
+        "rank 0 · tokens 0:8 56:64", "rank 1 · tokens 8:16 48:56", "rank 2 · tokens 16:24 40:48",
+        "rank 3 · tokens 24:40",
+    ]  # fmt: skip
+
+
 def test_shards_of_a_layer_lie_side_by_side_and_add_up_to_it():
     """Ten rows of the last layer on four ranks: three, three, three and one; other layers are cut evenly."""
     plan, layers, _ = predicted("fsdp", 4, model="mlp")

@@ -38,7 +38,9 @@ def area_of_all(rank: int, ranks: int, context: int, balance: str) -> int:
 
 
 def span(rank: int, ranks: int, context: int, balance: str) -> str:
-    """A rank's tokens in words: `tokens 0:8, 56:64`."""
+    """A rank's tokens in words: `tokens 0:8 56:64`. The last rank's two chunks are one run."""
     size = context // num_chunks(ranks, balance)
-    runs = [f"{chunk * size}:{(chunk + 1) * size}" for chunk in chunks(rank, ranks, balance)]
-    return f"tokens {', '.join(runs)}"
+    first, last = chunks(rank, ranks, balance)[0], chunks(rank, ranks, balance)[-1]
+    ends = [(first, last + 1)] if last - first <= 1 else [(first, first + 1), (last, last + 1)]
+    runs = [f"{begin * size}:{end * size}" for begin, end in ends]
+    return f"tokens {' '.join(runs)}"
