@@ -14,6 +14,7 @@ whole is skipped, and stays as a piece without work.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 from engine.job import Job
 from engine.modes.context.deal import area, area_of_all
@@ -21,6 +22,8 @@ from engine.modes.tensor.plan import Cut
 from engine.modes.tensor.shards import piece
 from engine.plan import Op
 from engine.shapes import FP32, Layer
+
+Hop = Callable[[str, Layer], Op]  # (payload, the piece that it is for) -> the message
 
 
 def forward(job: Job, layer: Layer, rank: int) -> Cut:
@@ -95,35 +98,40 @@ def _turns(job: Job, layer: Layer, rank: int) -> list[Layer]:
 
 
 def _ring_forward(job: Job, layer: Layer, rank: int) -> Cut:
-    turns = _turns(job, layer, rank)
-    cut: Cut = [_hop("send", "activation", turns[1].name, job, rank)]
-    for turn, following, after_next in zip(turns, turns[1:], [*turns[2:], None], strict=False):
-        cut += [turn, _hop("recv", "activation", following.name, job, rank)]
-        cut += [_hop("send", "activation", after_next.name, job, rank)] if after_next else []
-    return [*cut, turns[-1]]
+    turns, send, recv = _turns(job, layer, rank), *_hops(job, rank)
+    cut: Cut = [send("activation", turns[1])]
+    for t, turn in enumerate(turns):
+        cut.append(turn)
+        cut += [recv("activation", each) for each in turns[t + 1 : t + 2]]
+        cut += [send("activation", each) for each in turns[t + 2 : t + 3]]
+    return cut
 
 
 def _ring_backward(job: Job, layer: Layer, rank: int) -> Cut:
     """A sum is of a turn's gradients of keys and values and of those that came from the rank before."""
-    turns = _turns(job, layer, rank)
-    sums = [piece(layer, f"sum{t}", flops=_kv_bytes(job) // FP32 // 2, output=(_tokens(job), 2 * job.spec.hidden))
-            for t in range(len(turns))]  # fmt: skip
-    homes = [*(each.name for each in sums[1:]), f"{layer.name}.qkv"]  # where what is sent on after a turn is needed
-    cut: Cut = [_hop("send", "activation", turns[1].name, job, rank)]
+    turns, send, recv = _turns(job, layer, rank), *_hops(job, rank)
+    added = {"flops": _kv_bytes(job) // FP32 // 2, "output": (_tokens(job), 2 * job.spec.hidden)}
+    sums = [piece(layer, f"sum{t}", **added) for t in range(len(turns))]
+    wanting = [*sums[1:], _around(job, layer)[0]]  # the piece that waits for what is sent on after each turn
+    cut: Cut = [send("activation", turns[1])]
     for t, turn in enumerate(turns):
         cut.append(turn)
-        cut += [_hop("recv", "gradient", sums[t].name, job, rank), sums[t]] if t else []
-        cut.append(_hop("send", "gradient", homes[t], job, rank))
-        cut += [_hop("recv", "activation", each.name, job, rank) for each in turns[t + 1 : t + 2]]
-        cut += [_hop("send", "activation", each.name, job, rank) for each in turns[t + 2 : t + 3]]
-    return [*cut, _hop("recv", "gradient", homes[-1], job, rank)]
+        cut += [recv("gradient", sums[t]), sums[t]] if t else []
+        cut.append(send("gradient", wanting[t]))
+        cut += [recv("activation", each) for each in turns[t + 1 : t + 2]]
+        cut += [send("activation", each) for each in turns[t + 2 : t + 3]]
+    return [*cut, recv("gradient", wanting[-1])]
 
 
-def _hop(kind: str, payload: str, part: str, job: Job, rank: int) -> Op:
-    """Keys and values, or their gradients: to the next rank, or from the one before. They are for the piece `part`."""
-    peer = (rank + (1 if kind == "send" else -1)) % job.degree("cp")
-    size = _kv_bytes(job)
-    return Op(kind=kind, part=part, payload=payload, axis="cp", peer=peer, bytes=size, asynchronous=kind == "send")
+def _hops(job: Job, rank: int) -> tuple[Hop, Hop]:
+    """Keys and values, or their gradients: to the next rank, and from the one before. Each is for one piece of work."""
+    ranks, size = job.degree("cp"), _kv_bytes(job)
+
+    def hop(kind: str, step: int) -> Hop:
+        known = {"kind": kind, "axis": "cp", "peer": (rank + step) % ranks, "bytes": size}
+        return lambda payload, to: Op(part=to.name, payload=payload, asynchronous=kind == "send", **known)
+
+    return hop("send", 1), hop("recv", -1)
 
 
 # --- collectives ----------------------------------------------------------------------------------------------------

@@ -25,19 +25,19 @@ def plan(job: Job, step: int) -> Plan:
     reduces = [op for op in shared if op.kind == "all_reduce"]
     last = [bucket.params[-1] for bucket in buckets(job.layers, job.spec.bucket_mb if step else None)]
     due = dict(zip(last, reduces, strict=True))
-    ranks = job.degree("cp")
+    ranks, samples = job.degree("cp"), job.local_batch
     programs: dict[tuple[Op, ...], int] = {}
     roles = []
     for rank in range(ranks):
-        load = chain.load(job.sample_bytes // ranks, job.local_batch)
+        load = chain.load(job.sample_bytes // ranks, samples)
         if ranks > 1:
             load = dataclasses.replace(load, part=span(rank, ranks, job.spec.context, job.spec.balance))
         ops = [load, *control]
         for layer in job.layers:
-            ops += ops_of(forward(job, layer, rank), chain.forward, job.local_batch)
+            ops += ops_of(forward(job, layer, rank), chain.forward, samples)
         for layer in reversed(job.layers):
             for item in backward(job, layer, rank):
-                ops += ops_of([item], chain.backward, job.local_batch)
+                ops += ops_of([item], chain.backward, samples)
                 made = [f"{layer.name}.{name}" for name, _ in item.params] if isinstance(item, Layer) else []
                 ops += [due[name] for name in reversed(made) if name in due]
         ops.append(chain.optimizer(job.layers, job.spec))
