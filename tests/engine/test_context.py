@@ -175,14 +175,13 @@ def test_weights_are_averaged_in_ddp_s_buckets_when_their_last_gradient_is_made(
 
 
 def test_a_rank_holds_the_whole_model_and_keeps_a_part_of_the_activations():
-    alone, ring, gathered = (
-        modes.plan(job_of(devices, attention=attention)).programs[0]
-        for devices, attention in ((1, "ring"), (4, "ring"), (4, "all_gather"))
-    )
-    assert alone.memory == ring.memory == gathered.memory
-    saved = [sum(op.saved for op in program.ops) for program in (alone, ring, gathered)]
-    assert saved[1] == saved[0] // 4
-    assert saved[2] - saved[1] == LAYERS * (KV - KV // 4)  # what the ring passes on, all-gather keeps
+    ways = ((1, "ring"), (4, "ring"), (4, "all_gather"), (4, "ulysses"))
+    held = [modes.plan(job_of(devices, attention=attention)).programs[0] for devices, attention in ways]
+    assert all(program.memory == held[0].memory for program in held)
+    alone, ring, gathered, by_heads = (sum(op.saved for op in program.ops) for program in held)
+    assert ring == alone // 4
+    assert gathered - ring == LAYERS * (KV - KV // 4)  # what the ring passes on, all-gather keeps
+    assert by_heads - ring == LAYERS * KV // 2 // 4  # attention's output by heads, and again by tokens
 
 
 @pytest.mark.parametrize(

@@ -60,18 +60,19 @@ def _tokens(job: Job) -> int:
 
 
 def _around(job: Job, layer: Layer) -> tuple[Layer, Layer]:
-    """A block before its attention and after it. What attention keeps is counted where it is made: q, k and v before,
-    its output and the log-sum-exp of each head after."""
-    c, h, heads, kind = _tokens(job), job.spec.hidden, job.spec.heads, job.spec.attention
-    kept = {"ring": 3, "all_gather": 1, "ulysses": 0}[kind]  # of q, k and v, those that are not exchanged first
-    copies = 2 if kind == "ulysses" else 1  # of attention's output: by heads, and by tokens for the matrix after it
+    """A block before its attention and after it. What attention keeps is counted where it is made: before, of q, k, v
+    what is not exchanged first; after, its output and the log-sum-exp of each head."""
+    c, h, kind = _tokens(job), job.spec.hidden, job.spec.attention
+    kept = {"ring": 3, "all_gather": 1, "ulysses": 0}[kind]
+    rest = layer.saved // job.degree("cp") - FP32 * c * 5 * h  # but the first norm's input and output, q, k and v
+    copy = FP32 * c * h if kind == "ulysses" else 0  # attention's output by heads, beside that by tokens
     before = piece(
         layer, "qkv", "norm1", "qkv",
         flops=2 * c * 3 * h * h, saved=FP32 * c * h * (2 + kept), output=(c, 3 * h),
     )  # fmt: skip
     after = piece(
         layer, "mlp", "proj", "norm2", "up", "down",
-        flops=2 * c * 9 * h * h, saved=FP32 * c * ((copies + 2 + 8) * h + heads), output=(c, h),
+        flops=2 * c * 9 * h * h, saved=rest + copy, output=(c, h),
     )  # fmt: skip
     return before, after
 
