@@ -252,7 +252,7 @@ def test_partial_attentions_merge_to_the_whole_and_so_do_their_gradients(devices
     ("devices", "attention", "balance"),
     [
         (1, "ring", "head_tail"),
-        (2, "ring", "none"), (2, "all_gather", "head_tail"), (2, "ulysses", None),
+        (2, "ring", "none"),
         (3, "ring", "head_tail"),
         *((4, *way) for way in EVERY_WAY),
         (8, "ring", "head_tail"), (8, "ulysses", None),
