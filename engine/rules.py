@@ -47,6 +47,12 @@ RULES = {
     "model_of_mode": "The mode {mode} cannot cut the model {value}.",
     "devices_divide": "Each device gets an equal part of what is cut of the model {model} ({sizes}), so devices must "
     "divide it; devices is {value}.",
+    "context_divides": "A sequence is dealt out in {chunks} equal chunks a device, so {setting} times {chunks} must "
+    "divide the context ({context}); {setting} is {value}.",
+    "heads_of_ulysses": "With attention ulysses each device gets an equal part of the heads ({heads}) and of the "
+    "context ({context}), so {setting} must divide both; {setting} is {value}.",
+    "ring_too_long": "A ring takes as many turns as it has ranks, so its plan grows with their square: with attention "
+    "ring {setting} is at most {high}; it is {value}.",
     "batch_by_devices": "global-batch must be divisible by the number of devices ({devices}); it is {value}.",
     "batch_by_microbatches": "microbatches must divide global-batch ({batch}); it is {value}.",
     "too_many_stages": "Each of the {stages} stages needs at least one layer, and {model} has {layers}; "

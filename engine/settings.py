@@ -24,8 +24,9 @@ MODE_SETTINGS = {
     "pipeline": {"microbatches": None, "schedule": "1f1b", "split": None, "stages_per_rank": None},
     "tensor": {},
     "sequence": {},
+    "context": {"attention": "ring", "balance": None, "bucket_mb": 25.0},
 }
-MODE_MODELS = {"sequence": ("gpt",)}  # a mode that is not named takes every model
+MODE_MODELS = {"sequence": ("gpt",), "context": ("gpt",)}  # a mode that is not named takes every model
 DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp")  # split the batch over devices
 # A mode is a name for a mesh: of one axis, or of those whose degrees are settings.
 MODE_AXIS = {
@@ -39,12 +40,14 @@ MODE_AXIS = {
     "pipeline": "pp",
     "tensor": "tp",
     "sequence": "tp",
+    "context": "cp",
 }
 DATA_AXES = ("dp", "fsdp", "ep")  # those over which the batch is cut
 ONE_PROCESS_MODES = ("single", "data_parallel")
 STAGE_MODES = ("layer_split", "pipeline")  # split the layers over devices
 TENSOR_MODES = ("tensor", "sequence")  # split each layer over devices
 PLANNED_ONLY = ("zb_h2", "dualpipe")  # schedules that PyTorch does not have
+MAX_RING = 64  # ranks: every one takes as many turns, in every layer
 SEVERAL_STAGES = 2  # on a device, where the schedule leaves it open
 LEARNING_RATES = {"sgd": 0.05, "adamw": 0.002}
 DEFAULT_STEPS = 20

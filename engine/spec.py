@@ -36,10 +36,13 @@ MODES = (
     "pipeline",
     "tensor",
     "sequence",
+    "context",
 )
 MODELS = ("cnn", "mlp", "gpt")
 DATASETS = ("digits", "text", "synthetic")
 SCHEDULES = tuple(schedules.TABLE)
+ATTENTIONS = ("ring", "all_gather", "ulysses")
+BALANCES = ("head_tail", "none")
 OPTIMIZERS = ("sgd", "adamw")
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -78,6 +81,14 @@ class Spec:
     cp: int | None = _setting(None, "devices that each sequence is cut over", low=1, high=MAX_DEVICES)
     pp: int | None = _setting(None, "devices that the layers are dealt out to, as stages", low=1, high=MAX_DEVICES)
     ep: int | None = _setting(None, "devices that the experts are dealt out to", low=1, high=MAX_DEVICES)
+    attention: str | None = _setting(
+        None, "how attention gets the keys and values of other devices (context)", choices=ATTENTIONS
+    )
+    balance: str | None = _setting(
+        None,
+        "how a sequence is dealt out: an early and a late chunk each, or one run of tokens (context)",
+        choices=BALANCES,
+    )
     bucket_mb: float | None = _setting(None, "size of DDP's gradient buckets, in MiB", low=1e-6, high=65_536)
     optimizer: str = _setting("sgd", "the optimizer; sgd has momentum 0.9", choices=OPTIMIZERS)
     lr: float | None = _setting(None, "learning rate", low=0.0, high=1e3)

@@ -42,9 +42,16 @@ class Embed(nn.Module):
         super().__init__()
         self.token = nn.Embedding(vocabulary, hidden)
         self.position = nn.Embedding(context, hidden)
+        self.places: torch.Tensor | None = None  # of the tokens in their sequence, where it is dealt out
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        places = torch.arange(tokens.shape[1], device=tokens.device) if self.places is None else self.places
+        return self.token(tokens) + self.position(places)
+
+
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """[N, heads, context, width], three times -> the same."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class Block(nn.Module):
@@ -57,6 +64,7 @@ class Block(nn.Module):
     def __init__(self, hidden: int, heads: int):
         super().__init__()
         self.head_width = hidden // heads
+        self.attention = causal_attention  # another one where a rank has some of the tokens only
         self.norm1 = nn.RMSNorm(hidden)
         self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
         self.proj = nn.Linear(hidden, hidden, bias=False)
@@ -67,7 +75,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         by_head = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.head_width))  # [N, context, heads, 3, width]
         q, k, v = by_head.transpose(1, 2).unbind(3)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = self.attention(q, k, v)
         x = x + self.proj(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 

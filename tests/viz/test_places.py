@@ -100,6 +100,8 @@ def test_boxes_lie_apart_and_on_the_stage(mode, devices):
     settings |= {"model": "mlp", "layers": 16} if mode == "layer_split" else {}
     if mode in ("tensor", "sequence"):
         settings = {"model": "gpt", "hidden": devices * 8, "heads": devices, "context": devices * 2}
+    if mode == "context":
+        settings = {"model": "gpt", "context": devices * 2}
     if mode in DATA_MODES:
         settings["global_batch"] = devices * 4
     plan, layers, _ = predicted(mode, devices, **settings)
@@ -128,6 +130,15 @@ def test_a_device_shows_which_layers_it_holds():
     assert [cell.held for cell in where.boxes[1].cells] == [False, False, False, True]
     assert [cell.name for cell in where.boxes[0].cells] == ["conv1", "conv2", "fc1", "fc2"]
     assert [box.stages for box in where.boxes] == [(0,), (1,)]
+
+
+def test_a_device_tells_which_tokens_it_has():
+    plan, layers, timeline = predicted("context", 4, model="gpt", context=64)
+    boxes = moving_picture(picture_info(plan, layers, timeline), EN)["boxes"]
+    assert [box["titles"][0] for box in boxes] == [
+        "rank 0 · tokens 0:8 56:64", "rank 1 · tokens 8:16 48:56", "rank 2 · tokens 16:24 40:48",
+        "rank 3 · tokens 24:40",
+    ]  # fmt: skip
 
 
 def test_shards_of_a_layer_lie_side_by_side_and_add_up_to_it():

@@ -107,7 +107,9 @@ def _titles(box: Box, text: words.Text, staged: bool) -> list[str]:
     rank = text("figure.rank", rank=box.rank)
     longest = [words.rank_and_stage(text, box.rank, box.stages)] if staged else []
     short = [f"{rank} · {', '.join(f's{stage}' for stage in box.stages)}"] if len(box.stages) > 1 else []
-    return [*longest, *short, rank, str(box.rank)]
+    titles = [(rank, box.loads), (box.rank, box.loads), (box.rank, box.loads.removeprefix("tokens "))]
+    dealt = [f"{title} · {tokens}" for title, tokens in titles if tokens]
+    return [*longest, *short, *dealt, rank, str(box.rank)]
 
 
 def _spans(info: PictureInfo, text: words.Text, looks: dict[str, int], strings: Strings, clock) -> dict[str, list]:

@@ -49,7 +49,7 @@ class Cell(NamedTuple):
 
 
 class Box(NamedTuple):
-    """One device. `memory`: bytes that it is planned to hold."""
+    """One device. `memory`: bytes that it is planned to hold; `loads`: what it has of each sample, if not all."""
 
     rank: int
     stages: tuple[int, ...]
@@ -59,6 +59,7 @@ class Box(NamedTuple):
     y0: float
     y1: float
     cells: tuple[Cell, ...]
+    loads: str = ""
 
     @property
     def centre(self) -> tuple[float, float]:
@@ -93,13 +94,15 @@ def places(plan: Plan, layers: Sequence[str], memory: Sequence[int] | None = Non
         column, row = spots[rank]
         x, y = (column + 0.5) * pitch, height - MARGIN - row * (high + GAP) - high
         program = plan.program(rank)
-        stages = sorted({op.stage for op in Ops.of(program.ops).templates if op.stage is not None})
+        ops = Ops.of(program.ops).templates
+        stages = sorted({op.stage for op in ops if op.stage is not None})
+        loads = next((op.part for op in ops if op.kind == "load"), "")
         held = sum(program.memory.values()) if memory is None else memory[rank]
         inner = (x - wide / 2 + PAD, x + wide / 2 - PAD, y + FOOT, y + FOOT + zone)
         stage_of = dict.fromkeys(program.holds, stages[0] if stages else 0)
         stage_of |= zip(program.holds, program.stages, strict=False)
         cells = _cells(layers, stage_of, _held(plan, rank), inner, stacked)
-        boxes.append(Box(rank, tuple(stages), held, x - wide / 2, x + wide / 2, y, y + high, cells))
+        boxes.append(Box(rank, tuple(stages), held, x - wide / 2, x + wide / 2, y, y + high, cells, loads))
     return Places(tuple(boxes), plan.world_size - len(ranks), height, tuple(sorted(graph.edges)))
 
 
