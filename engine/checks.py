@@ -29,6 +29,8 @@ def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
         raise SpecError("model_of_mode", "model", spec.model, suggest=models, mode=spec.mode)
     if spec.mode in TENSOR_MODES:
         _check_shards(spec, layers)
+    if spec.mode == "expert" and spec.experts % spec.devices:
+        raise _experts_left(spec)
     if spec.mode == "hsdp":
         return _check_degrees(spec)
     if spec.mode not in STAGE_MODES:
@@ -88,6 +90,14 @@ def _check_shards(spec: Spec, layers: tuple[Layer, ...]) -> None:
         good = nearest([d for d in range(1, shared + 1) if shared % d == 0], spec.devices, 8)
         what = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise SpecError("devices_divide", "devices", spec.devices, suggest=good, model=spec.model, sizes=what)
+
+
+def _experts_left(spec: Spec) -> SpecError:
+    """Suggests numbers of devices that can also share the batch."""
+    shared = math.gcd(spec.experts, spec.global_batch)
+    good = nearest([d for d in range(1, shared + 1) if shared % d == 0], spec.devices, 8)
+    sizes = f"experts {spec.experts}"
+    return SpecError("devices_divide", "devices", spec.devices, suggest=good, model=spec.model, sizes=sizes)
 
 
 def _check_degrees(spec: Spec) -> Spec:

@@ -10,8 +10,15 @@ MODEL_DEFAULTS = {
     "cnn": {},
     "mlp": {"layers": 2, "hidden": 256},
     "gpt": {"layers": 4, "hidden": 128, "heads": 4, "context": 64},
+    "moe": {"layers": 2, "hidden": 64, "heads": 4, "context": 64, "experts": 8, "top_k": 2},
 }
-MODEL_DATASETS = {"cnn": ("digits", "synthetic"), "mlp": ("digits", "synthetic"), "gpt": ("text", "synthetic")}
+MODEL_DATASETS = {
+    "cnn": ("digits", "synthetic"),
+    "mlp": ("digits", "synthetic"),
+    "gpt": ("text", "synthetic"),
+    "moe": ("text", "synthetic"),
+}
+TOKEN_MODELS = ("gpt", "moe")  # they read sequences of tokens; the others, images
 MODE_SETTINGS = {
     "single": {},
     "data_parallel": {},
@@ -24,9 +31,14 @@ MODE_SETTINGS = {
     "pipeline": {"microbatches": None, "schedule": "1f1b", "split": None, "stages_per_rank": None},
     "tensor": {},
     "sequence": {},
+    "expert": {"bucket_mb": 25.0},
 }
-MODE_MODELS = {"sequence": ("gpt",)}  # a mode that is not named takes every model
-DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp")  # split the batch over devices
+MODE_MODELS = {
+    "tensor": ("cnn", "mlp", "gpt"),
+    "sequence": ("gpt",),
+    "expert": ("moe",),
+}  # a mode that is not named takes every model
+DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "expert")  # split the batch over devices
 # A mode is a name for a mesh: of one axis, or of those whose degrees are settings.
 MODE_AXIS = {
     "single": "dp",
@@ -39,6 +51,7 @@ MODE_AXIS = {
     "pipeline": "pp",
     "tensor": "tp",
     "sequence": "tp",
+    "expert": "ep",
 }
 DATA_AXES = ("dp", "fsdp", "ep")  # those over which the batch is cut
 ONE_PROCESS_MODES = ("single", "data_parallel")

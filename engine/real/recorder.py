@@ -142,10 +142,10 @@ class Recorder:
             op = Op(kind=kind, stage=stage, microbatch=microbatch, payload=payload, axis="pp", peer=peer, bytes=size)
             self._messages.append((self._step, op))
 
-    def collective(self, kind: str, size: int, *, axis: str) -> None:
+    def collective(self, kind: str, size: int, *, axis: str, payload: str = "") -> None:
         """A collective is about to be called with a tensor of `size` bytes, for a layer's output or a gradient."""
         if self.recording:
-            payload = "gradient" if self._passes and self._passes[-1].backward_began else "activation"
+            payload = payload or ("gradient" if self._passes and self._passes[-1].backward_began else "activation")
             self._collectives.append((self._step, Op(kind=kind, payload=payload, axis=axis, bytes=size)))
             self._awaited.append(self.now())
 
