@@ -33,11 +33,8 @@ MODE_SETTINGS = {
     "sequence": {},
     "expert": {"bucket_mb": 25.0},
 }
-MODE_MODELS = {
-    "tensor": ("cnn", "mlp", "gpt"),
-    "sequence": ("gpt",),
-    "expert": ("moe",),
-}  # a mode that is not named takes every model
+# A mode that is not named takes every model.
+MODE_MODELS = {"tensor": ("cnn", "mlp", "gpt"), "sequence": ("gpt",), "expert": ("moe",)}
 DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "expert")  # split the batch over devices
 # A mode is a name for a mesh: of one axis, or of those whose degrees are settings.
 MODE_AXIS = {

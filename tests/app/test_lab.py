@@ -77,7 +77,7 @@ def test_only_settings_that_apply_are_shown(lab: Lab, link: str, shown: set[str]
 
 @pytest.mark.parametrize("mode", modes.MODES)
 def test_each_mode_tells_its_lesson_in_order(lab: Lab, mode: str):
-    more = {"single": "&devices=1", "sequence": "&model=gpt"}.get(mode, "")
+    more = {"single": "&devices=1", "sequence": "&model=gpt", "expert": "&model=moe"}.get(mode, "")
     app, lesson = lab(f"mode={mode}{more}"), modes.lesson(mode)
     said = words(app)
     places = [said.index(sentence) for sentence in (lesson.title, *lesson.steps, lesson.use, lesson.limits)]

@@ -10,13 +10,14 @@ from typing import Any
 from viz import theme
 from viz.figures import words
 from viz.figures.picture import PictureInfo, caption, digits_of, look_of, place_of
-from viz.figures.places import Box, segment
+from viz.figures.places import Box, Cell, segment
 from viz.figures.rows import Bar
 from viz.figures.still import gauge, still_layout, still_traces
 
 # Instead of the index of a cell: every layer that the device holds; none; and counting down, those of stage 0, 1, ...
 WHOLE, NO_CELL, OF_STAGE = -1, -2, -3
 MAX_LAYERS_NAMED = 8
+EXPERTS_NAMED = 92  # width of a cell in which there is room for the word
 
 
 class Strings(dict):
@@ -83,8 +84,16 @@ def _box(box: Box, text: words.Text, staged: bool) -> dict[str, Any]:
         "cells": [[round(v, 1) for v in cell[3:7]] for cell in box.cells],
         "kept": [[round(v, 1) for v in cell.kept] for cell in box.cells],
         "held": [1 + cell.stage for cell in box.cells],
-        "layers": [cell.name if named else "" for cell in box.cells],
+        "layers": [_cell_name(cell, text) if named else "" for cell in box.cells],
     }
+
+
+def _cell_name(cell: Cell, text: words.Text) -> str:
+    first, end, count = cell.experts
+    if not count:
+        return cell.name
+    held = f"{first}–{end - 1}" if end > first + 1 else str(first)
+    return text("figure.experts", experts=held) if cell.x1 - cell.x0 > EXPERTS_NAMED else held
 
 
 def _titles(box: Box, text: words.Text, staged: bool) -> list[str]:
@@ -125,8 +134,9 @@ def _cell(info: PictureInfo, bar: Bar) -> int:
         return NO_CELL
     if not span.part:
         return OF_STAGE - span.stage if len(box.stages) > 1 and span.stage >= 0 else WHOLE
-    layer = span.part.split(".")[0]  # block1.attention is a piece of block1
-    return next((i for i, cell in enumerate(box.cells) if layer == cell.name), NO_CELL)
+    names = [cell.name for cell in box.cells]
+    layer = span.part if span.part in names else span.part.split(".")[0]  # block1.attention is a piece of block1
+    return names.index(layer) if layer in names else NO_CELL
 
 
 def _flights(info: PictureInfo, looks: dict[str, int], clock) -> dict[str, Any]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 TICK = 0.0012  # of the clock: a bar is at least so wide, so that an op that takes no time is still seen
+MIN_SLOT = 5  # pixels: where an expert has no more, the run of them is drawn as one
 RADIUS, FLOOR = 12, 30  # of a box's corners; pixels between the devices and the timeline
 
 
@@ -167,7 +168,15 @@ def _links(where: Places) -> list[dict[str, Any]]:
 
 def _inside(box: Box, where: Places) -> list[dict[str, Any]]:
     """The layers that a device holds, in the colours of their stages, and its share of the fullest device's memory."""
-    shapes = [_block(*cell.kept, cell.y0, cell.y1, theme.stage_colour(cell.stage)) for cell in box.cells if cell.held]
+    shapes = []
+    for cell in (cell for cell in box.cells if cell.held):
+        shapes.append(_block(*cell.kept, cell.y0, cell.y1, theme.stage_colour(cell.stage)))
+        first, end, count = cell.experts
+        step = (cell.x1 - cell.x0) / count if count else 0
+        edges = range(first + 1, end) if step > MIN_SLOT else ()  # an expert beside the next
+        shapes += [
+            _block(cell.x0 + i * step - 1, cell.x0 + i * step + 1, cell.y0, cell.y1, theme.GROUND) for i in edges
+        ]
     most = max(other.memory for other in where.boxes)
     x0, x1, y = gauge(box)
     shapes.append(_block(x0, x1, y - 2.5, y + 2.5, theme.LINE))

@@ -29,6 +29,7 @@ ROWS = (
     ("model", "dataset"),
     ("layers", "hidden"),
     ("heads", "context"),
+    ("experts", "top_k"),
     ("steps", "lr"),
     ("machine",),
 )

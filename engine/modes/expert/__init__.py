@@ -12,7 +12,7 @@ LESSON = Lesson(
         "The ranks tell each other how many tokens are on the way to each expert.",
         "Dispatch: an all-to-all takes every token to the ranks of its experts.",
         "Each expert computes the tokens that it was given, whoever sent them: many, few or none.",
-        "Combine: a second all-to-all brings the outputs back, and each token adds up its own, times the probabilities.",
+        "Combine: a second all-to-all brings the outputs back, and each token adds up its own, by probability.",
         "Backward mirrors it: the gradients of the outputs go to the experts, those of the tokens come back.",
         "An expert's gradient has met the tokens of all ranks: it is divided by the number of ranks and travels no "
         "further. All other gradients are all-reduced, as in DDP.",
