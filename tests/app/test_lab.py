@@ -65,7 +65,8 @@ def test_the_first_page_shows_the_prediction_of_the_default_settings(lab: Lab):
         ("mode=pipeline&schedule=looped_bfs", {"stages-per-rank"}, {"bucket-mb"}),
         ("mode=tensor", {"devices"}, {"bucket-mb", "microbatches", "schedule", "split"}),
         ("model=mlp", {"layers", "hidden"}, {"heads", "context"}),
-        ("model=gpt", {"layers", "hidden", "heads", "context"}, set()),
+        ("model=gpt", {"layers", "hidden", "heads", "context"}, {"experts", "top-k"}),
+        ("mode=expert&model=moe", {"devices", "bucket-mb", "experts", "top-k", "context"}, {"ep", "split"}),
     ],
 )
 def test_only_settings_that_apply_are_shown(lab: Lab, link: str, shown: set[str], hidden: set[str]):
@@ -433,3 +434,18 @@ def test_the_payload_of_the_picture_is_plain_json(lab: Lab):
     app = lab("devices=4")
     picture = next(e for e in app.get("bidi_component") if e.key == "picture")
     assert len(json.loads(picture.proto.json)["boxes"]) == 4
+
+
+def test_a_run_with_experts_shows_how_many_tokens_each_got(lab: Lab, record: Callable[..., Path]):
+    counts = {"block1": [300, 0, 12, 200], "block2": [128, 128, 128, 128]}
+    tokens = {"even": 128.0, "last": counts, "mean": counts}
+    conformance = {"ok": True, "planned": 9, "measured": 9, "matched": 9, "first_difference": None, "routed": True}
+    spec = Spec(mode="expert", model="moe", experts=4, global_batch=4)
+    folder = record(spec, expert_tokens=tokens, conformance=conformance)
+    app = lab(f"run={folder.name}")
+    assert not app.exception
+    assert "Tokens of each expert" in words(app)
+    assert "planned from what the routers counted" in words(app)
+    drawn = [json.loads(chart.proto.spec) for chart in app.get("plotly_chart")]
+    assert [300, 0, 12, 200] in [figure["data"][0]["y"][:4] for figure in drawn if figure["data"][0]["type"] == "bar"]
+    assert "Tokens of each expert" not in words(lab(f"run={record(Spec(mode='ddp')).name}"))

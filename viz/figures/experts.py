@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 MAX_BARS = 64  # as many blocks are drawn as have no more experts together; at least one
+MAX_LABELS = 24  # bars that all have their number above them; of more, only those of experts without a token
 
 
 class ExpertsInfo(NamedTuple):
@@ -49,8 +50,9 @@ def plot_experts(info: ExpertsInfo, text: Text) -> go.Figure:
         "x": [info.blocks, [str(expert) for expert in info.experts]],
         "y": [_round(value) for value in info.mean],
         "marker": {"color": look.colour},
-        "text": [f"{value:.0f}" if value >= 9.5 or not value else f"{value:.1f}" for value in info.mean],
+        "text": [_label(value) if len(info.mean) <= MAX_LABELS or not value else "" for value in info.mean],
         "textposition": "outside",
+        "constraintext": "none",
         "cliponaxis": False,
         "hovertext": [
             text("figure.experts.hover", block=block, expert=expert, mean=_round(mean), last=last)
@@ -59,11 +61,12 @@ def plot_experts(info: ExpertsInfo, text: Text) -> go.Figure:
         "hoverinfo": "text",
     }
     axis = {"showline": True, "linecolor": theme.LINE, "automargin": True}
+    blocks = {"type": "multicategory", "tickangle": 0, "dividercolor": theme.LINE}
     line = {
         "type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": info.even, "y1": info.even,
         "line": {"color": theme.INK, "width": 2, "dash": "dash"},
     }  # fmt: skip
-    notes = [_note(text("figure.experts.even", tokens=_round(info.even)), y=info.even, yref="y", yanchor="bottom")]
+    notes = [_note(text("figure.experts.even", tokens=f"{info.even:.4g}"), y=info.even, yref="y", yanchor="bottom")]
     if info.hidden:
         total = info.hidden + len(set(info.blocks))
         more = text("figure.experts.not_drawn", drawn=total - info.hidden, total=total)
@@ -73,13 +76,16 @@ def plot_experts(info: ExpertsInfo, text: Text) -> go.Figure:
         showlegend=False,
         bargap=0.25,
         margin={"r": 150},
-        xaxis=axis
-        | {"type": "multicategory", "title": {"text": text("figure.experts.axis")}, "dividercolor": theme.LINE},
+        xaxis=axis | blocks | {"title": {"text": text("figure.experts.axis")}},
         yaxis=axis | {"title": {"text": text("figure.experts.tokens")}, "rangemode": "tozero", "nticks": 5},
         shapes=[line],
         annotations=notes,
     )
     return go.Figure({"data": [bars], "layout": layout})
+
+
+def _label(tokens: float) -> str:
+    return f"{tokens:.0f}" if tokens >= 9.5 or not tokens else f"{tokens:.1f}"
 
 
 def _note(words: str, **place: Any) -> dict[str, Any]:

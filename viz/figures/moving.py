@@ -10,14 +10,13 @@ from typing import Any
 from viz import theme
 from viz.figures import words
 from viz.figures.picture import PictureInfo, caption, digits_of, look_of, place_of
-from viz.figures.places import Box, Cell, segment
+from viz.figures.places import Box, segment
 from viz.figures.rows import Bar
 from viz.figures.still import gauge, still_layout, still_traces
 
 # Instead of the index of a cell: every layer that the device holds; none; and counting down, those of stage 0, 1, ...
 WHOLE, NO_CELL, OF_STAGE = -1, -2, -3
 MAX_LAYERS_NAMED = 8
-EXPERTS_NAMED = 92  # width of a cell in which there is room for the word
 
 
 class Strings(dict):
@@ -84,22 +83,20 @@ def _box(box: Box, text: words.Text, staged: bool) -> dict[str, Any]:
         "cells": [[round(v, 1) for v in cell[3:7]] for cell in box.cells],
         "kept": [[round(v, 1) for v in cell.kept] for cell in box.cells],
         "held": [1 + cell.stage for cell in box.cells],
-        "layers": [_cell_name(cell, text) if named else "" for cell in box.cells],
+        # What computes glows: a layer, gathered from others where it must be; of experts, those that are here.
+        "glow": [[round(v, 1) for v in (cell.kept if cell.experts[2] else (cell.x0, cell.x1))] for cell in box.cells],
+        "layers": [cell.name if named and not cell.experts[2] else "" for cell in box.cells],
     }
-
-
-def _cell_name(cell: Cell, text: words.Text) -> str:
-    first, end, count = cell.experts
-    if not count:
-        return cell.name
-    held = f"{first}–{end - 1}" if end > first + 1 else str(first)
-    return text("figure.experts", experts=held) if cell.x1 - cell.x0 > EXPERTS_NAMED else held
 
 
 def _titles(box: Box, text: words.Text, staged: bool) -> list[str]:
     """From the longest to the shortest: the player takes the first that fits."""
     rank = text("figure.rank", rank=box.rank)
     longest = [words.rank_and_stage(text, box.rank, box.stages)] if staged else []
+    if shared := [cell.experts for cell in box.cells if cell.experts[2]]:
+        first, end, _ = shared[0]
+        held = f"{first}–{end - 1}" if end > first + 1 else str(first)
+        longest += [f"{rank} · {text('figure.experts', experts=held)}", f"{rank} · e{held}"]
     short = [f"{rank} · {', '.join(f's{stage}' for stage in box.stages)}"] if len(box.stages) > 1 else []
     return [*longest, *short, rank, str(box.rank)]
 
