@@ -110,7 +110,7 @@ def _one_step(job: Job, place: Place, training: Training, parity: Parity, step: 
     if fault and fault.kind == "gradient" and fault.rank == place.rank and step >= fault.step:
         for parameter in training.held().values():
             parameter.grad *= 1.5
-    parity.keep_gradients(step, loss)
+    parity.keep_gradients(step, loss, routed)
     update(training, recorder)
     recorder.end_step()
     end = time.time_ns()

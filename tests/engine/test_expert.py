@@ -24,7 +24,7 @@ SMALL = {
     "model": "moe", "layers": 2, "hidden": HIDDEN, "heads": 2, "context": CONTEXT, "global_batch": BATCH,
     "experts": EXPERTS, "top_k": TOP_K, "dataset": "synthetic",
 }  # fmt: skip
-VOCABULARY = 64  # of the dataset synthetic
+VOCABULARY = 96  # of the dataset synthetic, padded
 SHORT = {"steps": 4, "device": "cpu"}
 BLOCKS = ("block1", "block2")
 
