@@ -149,6 +149,7 @@ def _at_most(devices: int, spec: Spec) -> int:
     if spec.mode not in (*DATA_MODES, *TENSOR_MODES):
         return devices
     shared = spec.global_batch if spec.mode in DATA_MODES else spec.devices  # what these can share, a divisor can
+    shared = math.gcd(shared, spec.experts) if spec.mode == "expert" else shared
     return max(d for d in range(1, devices + 1) if shared % d == 0)
 
 
