@@ -32,6 +32,8 @@ def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
         _check_shards(spec, layers)
     if spec.mode == "context":
         return check_context(spec)
+    if spec.mode == "expert" and spec.experts % spec.devices:
+        raise _experts_left(spec)
     if spec.mode == "hsdp":
         return _check_degrees(spec)
     if spec.mode not in STAGE_MODES:
@@ -118,6 +120,14 @@ def check_context(spec: Spec, setting: str = "devices") -> Spec:
         sizes = {"chunks": chunks, "context": spec.context}
         raise SpecError("context_divides", setting, degree, suggest=nearest(good, degree, 8), **sizes)
     return spec
+
+
+def _experts_left(spec: Spec) -> SpecError:
+    """Suggests numbers of devices that can also share the batch."""
+    shared = math.gcd(spec.experts, spec.global_batch)
+    good = nearest([d for d in range(1, shared + 1) if shared % d == 0], spec.devices, 8)
+    sizes = f"experts {spec.experts}"
+    return SpecError("devices_divide", "devices", spec.devices, suggest=good, model=spec.model, sizes=sizes)
 
 
 def _check_degrees(spec: Spec) -> Spec:

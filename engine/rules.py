@@ -64,6 +64,7 @@ RULES = {
     "degrees_of_devices": "{setting} times {other} ({degree}) must be the number of devices ({devices}); "
     "{setting} is {value}.",
     "heads_divide": "heads must divide hidden ({hidden}); it is {value}.",
+    "top_k_of_experts": "top-k must not exceed the number of experts ({experts}); it is {value}.",
     "dataset_of_model": "The model {model} cannot learn from the dataset {value}.",
     "batch_too_large": "global-batch must not exceed the {samples} training samples of {dataset}; it is {value}.",
     "not_json": "A spec file holds one JSON object; {setting} does not: {value}.",

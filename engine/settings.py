@@ -10,8 +10,15 @@ MODEL_DEFAULTS = {
     "cnn": {},
     "mlp": {"layers": 2, "hidden": 256},
     "gpt": {"layers": 4, "hidden": 128, "heads": 4, "context": 64},
+    "moe": {"layers": 2, "hidden": 64, "heads": 4, "context": 64, "experts": 8, "top_k": 2},
 }
-MODEL_DATASETS = {"cnn": ("digits", "synthetic"), "mlp": ("digits", "synthetic"), "gpt": ("text", "synthetic")}
+MODEL_DATASETS = {
+    "cnn": ("digits", "synthetic"),
+    "mlp": ("digits", "synthetic"),
+    "gpt": ("text", "synthetic"),
+    "moe": ("text", "synthetic"),
+}
+TOKEN_MODELS = ("gpt", "moe")  # they read sequences of tokens; the others, images
 MODE_SETTINGS = {
     "single": {},
     "data_parallel": {},
@@ -25,9 +32,11 @@ MODE_SETTINGS = {
     "tensor": {},
     "sequence": {},
     "context": {"attention": "ring", "balance": None, "bucket_mb": 25.0},
+    "expert": {"bucket_mb": 25.0},
 }
-MODE_MODELS = {"sequence": ("gpt",), "context": ("gpt",)}  # a mode that is not named takes every model
-DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp")  # split the batch over devices
+# A mode that is not named takes every model.
+MODE_MODELS = {"tensor": ("cnn", "mlp", "gpt"), "sequence": ("gpt",), "context": ("gpt",), "expert": ("moe",)}
+DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "expert")  # split the batch over devices
 # A mode is a name for a mesh: of one axis, or of those whose degrees are settings.
 MODE_AXIS = {
     "single": "dp",
@@ -41,6 +50,7 @@ MODE_AXIS = {
     "tensor": "tp",
     "sequence": "tp",
     "context": "cp",
+    "expert": "ep",
 }
 DATA_AXES = ("dp", "fsdp", "ep")  # those over which the batch is cut
 ONE_PROCESS_MODES = ("single", "data_parallel")

@@ -22,6 +22,7 @@ from engine.rules import SpecError, closest
 MAX_DEVICES = 16_384
 MAX_REAL_DEVICES = 64
 MAX_HEADS = 1024
+MAX_EXPERTS = 1024
 
 
 MODES = (
@@ -37,8 +38,9 @@ MODES = (
     "tensor",
     "sequence",
     "context",
+    "expert",
 )
-MODELS = ("cnn", "mlp", "gpt")
+MODELS = ("cnn", "mlp", "gpt", "moe")
 DATASETS = ("digits", "text", "synthetic")
 SCHEDULES = tuple(schedules.TABLE)
 ATTENTIONS = ("ring", "all_gather", "ulysses")
@@ -60,10 +62,12 @@ class Spec:
     mode: str = _setting("ddp", "the parallelism", choices=MODES)
     devices: int = _setting(2, "how many devices (ranks)", low=1, high=MAX_DEVICES)
     model: str = _setting("cnn", "the model to train", choices=MODELS)
-    layers: int | None = _setting(None, "hidden layers (mlp) or blocks (gpt)", low=1, high=1024)
-    hidden: int | None = _setting(None, "width of the model (mlp, gpt)", low=1, high=65_536)
-    heads: int | None = _setting(None, "attention heads (gpt)", low=1, high=MAX_HEADS)
-    context: int | None = _setting(None, "tokens in a sequence (gpt)", low=2, high=1_048_576)
+    layers: int | None = _setting(None, "hidden layers (mlp) or blocks (gpt, moe)", low=1, high=1024)
+    hidden: int | None = _setting(None, "width of the model (mlp, gpt, moe)", low=1, high=65_536)
+    heads: int | None = _setting(None, "attention heads (gpt, moe)", low=1, high=MAX_HEADS)
+    context: int | None = _setting(None, "tokens in a sequence (gpt, moe)", low=2, high=1_048_576)
+    experts: int | None = _setting(None, "experts in each block (moe)", low=1, high=MAX_EXPERTS)
+    top_k: int | None = _setting(None, "experts that each token goes to (moe)", low=1, high=MAX_EXPERTS)
     dataset: str | None = _setting(None, "what to learn from", choices=DATASETS)
     data_dir: str | None = _setting(None, "a folder with the real MNIST idx files, for the dataset digits")
     steps: int | None = _setting(None, "optimizer steps", low=1, high=1_000_000)

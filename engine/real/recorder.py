@@ -154,10 +154,10 @@ class Recorder:
             where = {"stage": stage, "microbatch": microbatch, "part": part, "axis": axis, "peer": peer}
             self._messages.append((self._step, Op(kind=kind, payload=payload, bytes=size, **where)))
 
-    def collective(self, kind: str, size: int, *, axis: str) -> None:
+    def collective(self, kind: str, size: int, *, axis: str, payload: str = "") -> None:
         """A collective is about to be called with a tensor of `size` bytes, for a layer's output or a gradient."""
         if self.recording:
-            payload = "gradient" if self._passes and self._passes[-1].backward_began else "activation"
+            payload = payload or ("gradient" if self._passes and self._passes[-1].backward_began else "activation")
             self._collectives.append((self._step, Op(kind=kind, payload=payload, axis=axis, bytes=size)))
             self._awaited.append(self.now())
 

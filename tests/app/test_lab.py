@@ -45,7 +45,8 @@ def test_the_first_page_shows_the_prediction_of_the_default_settings(lab: Lab):
         ("mode=pipeline&schedule=looped_bfs", {"stages-per-rank"}, {"bucket-mb"}),
         ("mode=tensor", {"devices"}, {"bucket-mb", "microbatches", "schedule", "split"}),
         ("model=mlp", {"layers", "hidden"}, {"heads", "context"}),
-        ("model=gpt", {"layers", "hidden", "heads", "context"}, set()),
+        ("model=gpt", {"layers", "hidden", "heads", "context"}, {"experts", "top-k"}),
+        ("mode=expert&model=moe", {"devices", "bucket-mb", "experts", "top-k", "context"}, {"ep", "split"}),
     ],
 )
 def test_only_settings_that_apply_are_shown(lab: Lab, link: str, shown: set[str], hidden: set[str]):
@@ -57,7 +58,8 @@ def test_only_settings_that_apply_are_shown(lab: Lab, link: str, shown: set[str]
 
 @pytest.mark.parametrize("mode", modes.MODES)
 def test_each_mode_tells_its_lesson_in_order(lab: Lab, mode: str):
-    more = {"single": "&devices=1", "sequence": "&model=gpt", "context": "&model=gpt"}.get(mode, "")
+    models = {"sequence": "gpt", "context": "gpt", "expert": "moe"}
+    more = "&devices=1" if mode == "single" else f"&model={models[mode]}" if mode in models else ""
     app, lesson = lab(f"mode={mode}{more}"), modes.lesson(mode)
     said = words(app)
     steps = [f"**{step.title}.** {step.text}" for step in lesson.steps]

@@ -207,3 +207,18 @@ def test_result_text_is_never_read_as_markup(lab: Lab, record: Callable[..., Pat
     error = {"rank": 0, "step": 0, "op": "x", "message": "**bold** [link](http://x) :red[r] $a$"}
     app = lab(f"run={record(Spec(), state='failed', error=error).name}")
     assert r"\*\*bold\*\* \[link\]\(http\://x\) \:red\[r\] \$a\$" in app.main.error[0].value
+
+
+def test_a_run_with_experts_shows_how_many_tokens_each_got(lab: Lab, record: Callable[..., Path]):
+    counts = {"block1": [300, 0, 12, 200], "block2": [128, 128, 128, 128]}
+    tokens = {"even": 128.0, "last": counts, "mean": counts}
+    conformance = {"ok": True, "planned": 9, "measured": 9, "matched": 9, "first_difference": None, "routed": True}
+    spec = Spec(mode="expert", model="moe", experts=4, global_batch=4)
+    folder = record(spec, expert_tokens=tokens, conformance=conformance)
+    app = lab(f"run={folder.name}")
+    assert not app.exception
+    assert "Tokens of each expert" in words(app)
+    assert "planned from what the routers counted" in words(app)
+    drawn = [json.loads(chart.proto.spec) for chart in app.get("plotly_chart")]
+    assert [300, 0, 12, 200] in [figure["data"][0]["y"][:4] for figure in drawn if figure["data"][0]["type"] == "bar"]
+    assert "Tokens of each expert" not in words(lab(f"run={record(Spec(mode='ddp')).name}"))

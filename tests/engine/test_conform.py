@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from engine import modes
@@ -153,6 +155,29 @@ def test_a_collective_that_is_waited_for_has_its_order():
     spans[first] = spans[first]._replace(start=times[1][0], end=times[1][1])
     spans[second] = spans[second]._replace(start=times[0][0], end=times[0][1])
     assert verdict(BUCKETS, spans)["first_difference"]["lane"] == "dp"
+
+
+EXPERTS = prepare(Spec(mode="expert", devices=2, model="moe", layers=2, hidden=16, bucket_mb=0.001, steps=STEPS))
+
+
+def swapped(first: str, second: str) -> list[Span]:
+    """Of rank 0 in step 3, two neighbours on the lane ep that start in each other's place."""
+    spans = as_measured(EXPERTS)
+    lane = sorted((s.start, i) for i, s in enumerate(spans) if (s.lane, s.rank, s.step) == ("ep", 0, 3))
+    a, b = next((i, j) for (_, i), (_, j) in pairwise(lane) if (spans[i].kind, spans[j].kind) == (first, second))
+    times = [(spans[i].start, spans[i].end) for i in (a, b)]
+    spans[a] = spans[a]._replace(start=times[1][0], end=times[1][1])
+    spans[b] = spans[b]._replace(start=times[0][0], end=times[0][1])
+    return spans
+
+
+def test_an_asynchronous_collective_may_be_noted_after_one_that_is_waited_for():
+    assert verdict(EXPERTS, as_measured(EXPERTS))["ok"] is True
+    assert verdict(EXPERTS, swapped("all_reduce", "all_to_all"))["ok"] is True
+
+
+def test_one_that_is_waited_for_is_never_noted_late():
+    assert verdict(EXPERTS, swapped("all_to_all", "all_reduce"))["ok"] is False
 
 
 def test_nothing_recorded_does_not_conform():

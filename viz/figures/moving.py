@@ -98,7 +98,9 @@ def _box(box: Box, text: words.Text, staged: bool) -> dict[str, Any]:
         "cells": [[round(v, 1) for v in cell[3:7]] for cell in box.cells],
         "kept": [[round(v, 1) for v in cell.kept] for cell in box.cells],
         "held": [1 + cell.stage for cell in box.cells],
-        "layers": [cell.name if named else "" for cell in box.cells],
+        # What computes glows: a layer, gathered from others where it must be; of experts, those that are here.
+        "glow": [[round(v, 1) for v in (cell.kept if cell.experts[2] else (cell.x0, cell.x1))] for cell in box.cells],
+        "layers": [cell.name if named and not cell.experts[2] else "" for cell in box.cells],
     }
 
 
@@ -106,6 +108,10 @@ def _titles(box: Box, text: words.Text, staged: bool) -> list[str]:
     """From the longest to the shortest: the player takes the first that fits."""
     rank = text("figure.rank", rank=box.rank)
     longest = [words.rank_and_stage(text, box.rank, box.stages)] if staged else []
+    if shared := [cell.experts for cell in box.cells if cell.experts[2]]:
+        first, end, _ = shared[0]
+        held = f"{first}–{end - 1}" if end > first + 1 else str(first)
+        longest += [f"{rank} · {text('figure.experts', experts=held)}", f"{rank} · e{held}"]
     short = [f"{rank} · {', '.join(f's{stage}' for stage in box.stages)}"] if len(box.stages) > 1 else []
     titles = [(rank, box.loads), (box.rank, box.loads), (box.rank, box.loads.removeprefix("tokens "))]
     dealt = [f"{title} · {tokens}" for title, tokens in titles if tokens]
@@ -142,8 +148,9 @@ def _cell(info: PictureInfo, bar: Bar) -> int:
         return NO_CELL
     if not span.part:
         return OF_STAGE - span.stage if len(box.stages) > 1 and span.stage >= 0 else WHOLE
-    layer = span.part.split(".")[0]  # block1.attention is a piece of block1
-    return next((i for i, cell in enumerate(box.cells) if layer == cell.name), NO_CELL)
+    names = [cell.name for cell in box.cells]
+    layer = span.part if span.part in names else span.part.split(".")[0]  # block1.attention is a piece of block1
+    return names.index(layer) if layer in names else NO_CELL
 
 
 def _flights(info: PictureInfo, looks: dict[str, int], clock) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from engine.lessons import Step
 from engine.modes import FIRST_STEADY_STEP
 from engine.plan import Plan
+from engine.shapes import num_experts
 from engine.timeline import Timeline
 from viz import theme
 from viz.figures import words
@@ -77,7 +78,8 @@ def picture_info(
         if view in (name, "both") and given is None:
             raise ValueError(f"the view {view} needs a {name} timeline")
     names = [layer if isinstance(layer, str) else layer.name for layer in layers]
-    where = places(plan, names, memory)
+    experts = [0 if isinstance(layer, str) else num_experts(layer) for layer in layers]
+    where = places(plan, names, memory, experts)
     ranks = [box.rank for box in where.boxes]
     front = from_start(predicted if view == "predicted" else measured, ranks)
     behind = from_start(predicted, ranks) if view == "both" else []

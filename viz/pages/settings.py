@@ -30,6 +30,7 @@ ROWS = (
     ("model", "dataset"),
     ("layers", "hidden"),
     ("heads", "context"),
+    ("experts", "top_k"),
     ("steps", "lr"),
     ("machine",),
 )

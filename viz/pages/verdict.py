@@ -70,6 +70,8 @@ def _conformance(result: Mapping[str, Any], text: Catalogue) -> None:
     found = result["conformance"]
     headline = text("conformance.headline", matched=f"{found['matched']:,}", planned=f"{found['planned']:,}")
     detail = text("conformance.detail", measured=f"{found['measured']:,}")
+    if found.get("routed"):
+        detail += " " + text("conformance.routed")
     if found["ok"] is None or not found["planned"]:
         headline = text("conformance.none")
         detail = escape(phrase(text.language, found.get("reason") or "")) or detail
