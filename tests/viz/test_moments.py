@@ -21,7 +21,7 @@ CLASSIC = {
               "parameter synchronisation"],
     "pipeline": ["stage split", "data transfer", "pipelined execution", "merging of results"],
 }  # fmt: skip
-SETTINGS = {"single": {"devices": 1}, "sequence": {"model": "gpt"}}
+SETTINGS = {"single": {"devices": 1}, "sequence": {"model": "gpt"}, "context": {"model": "gpt"}}
 
 
 def picture(mode: str, language: str = "en", **settings):
