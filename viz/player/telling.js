@@ -2,7 +2,7 @@
 // who does what. Read before player.js.
 
 const DWELL = 1.1; // seconds that playing stays at each step which happened before the clock begins
-const MOST = 7; // steps that fit into one row
+const MOST = 6; // steps that stand in one row
 const [NOT_EARLIER, HELD, BATCH] = [0, 1, 2]; // what a step that happened earlier is seen in
 
 class Rail {
