@@ -88,6 +88,8 @@ def test_gathers_of_forward_are_told_from_those_of_backward():
     assert (first.indices(ops), again.indices(ops)) == ([0, 1], [2, 3, 4])
     assert Step("G", "", kinds=("all_gather", "reduce_scatter"), payload="gradient").indices(ops) == [5]
     assert Step("A", "", kinds=("all_gather",), axis="tp").indices(ops) == []
+    assert Step("P", "", kinds=FORWARD, part="a").indices(ops) == [1]
+    assert Step("P", "", kinds=FORWARD, part="b").indices(ops) == []
 
 
 def test_a_pipeline_is_seen_best_when_all_its_stages_work():
