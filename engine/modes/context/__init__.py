@@ -6,35 +6,33 @@ LESSON = Lesson(
     title="Context parallel",
     idea="Every rank holds the whole model and some tokens of every sequence; only attention needs what others hold.",
     steps=(
+        Step("Model replication", "Every rank holds the whole model; it is the sequences that are dealt out."),
         Step(
-            "Deal of the context",
-            "Each sequence is cut over ranks: one run of tokens each, or an early chunk and a late one (head-tail).",
-            payload="batch",
+            "Tokens dealt out",
+            "Each rank gets its part of every sequence: one run of tokens, or an early and a late chunk (head-tail).",
+            kinds=("load",),
         ),
-        Step("Own tokens", "Each rank loads its own tokens of every sequence of the batch.", kinds=("load",)),
         Step(
-            "Forward of own tokens",
-            "Each rank computes its own tokens, each at its place in the sequence. Partial attentions are merged by "
-            "the log-sum-exp of their scores; blocks that lie in the future are skipped.",
+            "Own tokens",
+            "Each rank computes its own tokens; parts of attention are merged by log-sum-exp, the future is skipped.",
             kinds=FORWARD,
         ),
         Step(
-            "Exchange for attention",
-            "Ring: keys and values go round, the next while a rank attends to those it has; in backward once more. "
-            "All-gather: all keys and values on every rank. Ulysses: two all-to-alls exchange tokens for heads.",
+            "Keys and values",
+            "They go round a ring while ranks compute, or are all-gathered; Ulysses trades tokens for heads instead.",
             kinds=("send", "all_gather", "all_to_all"),
             payload="activation",
         ),
-        Step("Backward", "From the last layer to the first, with the same blocks of attention.", kinds=BACKWARD),
+        Step("Backward", "Backward goes the same ways, on each rank's own tokens.", kinds=BACKWARD),
         Step(
-            "Gradients of keys and values",
-            "What each rank found for the keys and values of others is summed on its way back to their rank.",
+            "Gradients return",
+            "The gradients of keys and values travel back to the rank whose tokens they are of.",
             kinds=("send", "reduce_scatter", "all_to_all"),
             payload="gradient",
         ),
         Step(
-            "Gradient averaging",
-            "Every rank has seen other tokens: the gradients of the weights are averaged, in DDP's buckets.",
+            "Gradient aggregation",
+            "The gradients of the weights, each of some tokens only, are averaged over all ranks (all-reduce).",
             kinds=("all_reduce",),
             payload="gradient",
         ),
