@@ -21,7 +21,7 @@ CLASSIC = {
               "parameter synchronisation"],
     "pipeline": ["stage split", "data transfer", "pipelined execution", "merging of results"],
 }  # fmt: skip
-SETTINGS = {"single": {"devices": 1}, "sequence": {"model": "gpt"}}
+SETTINGS = {"single": {"devices": 1}, "sequence": {"model": "gpt"}, "expert": {"model": "moe"}}
 
 
 def picture(mode: str, language: str = "en", **settings):
@@ -53,7 +53,7 @@ def test_every_step_points_at_ops_of_its_plan_and_every_op_is_told(mode: str):
         assert bool(one.moments) == bool(one.step.kinds), one.step.title
 
 
-@pytest.mark.parametrize("mode", ["ddp", "layer_split", "pipeline", "fsdp", "hsdp", "zero1", "tensor"])
+@pytest.mark.parametrize("mode", ["ddp", "layer_split", "pipeline", "fsdp", "hsdp", "zero1", "tensor", "expert"])
 def test_steps_begin_in_the_order_in_which_they_are_told(mode: str):
     _, info = picture(mode)
     begins = [one.moments[0].start for one in info.lesson if one.moments]
