@@ -18,10 +18,10 @@ class Step:
     """One step of a lesson: its name, a sentence, and which ops it happens in.
 
     Ops of `kinds`; of those that communicate, only the ones that move `payload` (one or several) on `axis`, and only
-    those whose part computes a `before` pass next: so a gather for forward is told from one for backward. With `part`,
-    only ops whose part ends with it: of block1.experts, a layer's piece; in a prediction and in a run alike. A step
-    without kinds happened earlier: it is seen in what the devices hold at the start, or with `payload="batch"` in the
-    parts of the batch that wait before them.
+    those whose part computes a `before` pass next: so a gather for forward is told from one for backward. Of all of
+    them, only those whose part has a name that ends with `part` (one or several). A step without kinds happened
+    earlier: it is seen in what the devices hold at the start, or with `payload="batch"` in the parts of the batch that
+    wait before them.
     """
 
     title: str
@@ -30,7 +30,7 @@ class Step:
     payload: str | tuple[str, ...] = ()
     axis: str = ""
     before: str = ""
-    part: str = ""
+    part: str | tuple[str, ...] = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.payload, str):
