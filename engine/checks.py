@@ -120,17 +120,26 @@ def _enough_devices(spec: Spec, layers: tuple[Layer, ...]) -> list[int]:
 
 def _check_microbatches(spec: Spec) -> Spec:
     batch = spec.global_batch
-    divisors = [d for d in range(1, batch + 1) if batch % d == 0]
-    enough = [d for d in divisors if schedules.check(spec.schedule, spec.devices, spec.stages_per_rank, d) is None]
+    enough = _possible_microbatches(spec, batch)
+    if not enough:  # whatever microbatches is: the batch cannot be cut as the schedule asks
+        good = schedules.rules.nearest(lambda size: bool(_possible_microbatches(spec, size)), batch)
+        names = {"schedule": spec.schedule, "devices": spec.devices}
+        raise SpecError("batch_of_schedule", "global_batch", batch, suggest=good, **names)
     if spec.microbatches is None:
         roomy = [d for d in enough if d >= 2 * spec.devices]
-        spec = spec.with_(microbatches=(roomy or enough or [batch])[0 if roomy else -1])
+        spec = spec.with_(microbatches=roomy[0] if roomy else enough[-1])
     count = spec.microbatches
     if batch % count:
         raise SpecError("batch_by_microbatches", "microbatches", count, suggest=nearest(enough, count), batch=batch)
     if broken := schedules.check(spec.schedule, spec.devices, spec.stages_per_rank, count):
         raise SpecError(broken.code, "microbatches", count, suggest=nearest(enough, count), **broken.values)
     return spec
+
+
+def _possible_microbatches(spec: Spec, batch: int) -> list[int]:
+    """The numbers of equal parts of a batch that the schedule can run."""
+    divisors = [d for d in range(1, batch + 1) if batch % d == 0]
+    return [d for d in divisors if schedules.check(spec.schedule, spec.devices, spec.stages_per_rank, d) is None]
 
 
 def check_batch(spec: Spec, num_train: int) -> None:

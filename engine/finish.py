@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from engine import modes
-from engine.analyse import bubble_fraction, exposed_communication_fraction
+from engine.analyse import bubble_fraction, bubble_over_ideal, exposed_communication_fraction
 from engine.archive import read_json, read_status, read_steps, write_json
 from engine.conform import conform
 from engine.job import Job, prepare
@@ -55,6 +55,7 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
         "conformance": conformance,
         "peak_memory": _peak_memory(job, steps),
         "bubble_fraction": bubble_fraction(whole, since=steady.start) if len(whole) else None,
+        "bubble_over_ideal": bubble_over_ideal(whole, since=steady.start) if len(whole) else None,
         "exposed_communication_fraction": (
             exposed_communication_fraction(whole, since=steady.start) if len(whole) else None
         ),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import archive
+from engine.analyse import BUBBLE_FORMULA, BUBBLE_OVER_IDEAL_FORMULA
 from engine.launch import Handle
 from engine.modes import Lesson
 
@@ -67,18 +68,22 @@ def prediction(summary: dict[str, Any]) -> str:
             [
                 ("step time", seconds(summary["step_time"])),
                 ("samples/s", "-" if summary["samples_per_second"] is None else f"{summary['samples_per_second']:.4g}"),
-                ("bubble", percent(summary["bubble_fraction"]) + " of ranks x step time is idle"),
+                *_bubbles(summary),
                 ("exposed communication", percent(summary["exposed_communication_fraction"])),
                 ("ops", str(summary["num_ops"])),
                 ("peak memory", each_rank(summary["peak_memory"], size)),
-                (
-                    "in flight",
-                    each_rank(summary["peak_in_flight"], lambda n: f"{n} microbatches" if n != 1 else "1 microbatch"),
-                ),
+                ("most in flight", each_rank(summary["peak_in_flight"], str) + " (a microbatch counts in each stage)"),
                 ("sent", each_rank(summary["bytes_sent"], size)),
             ]
         )
     )
+
+
+def _bubbles(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """Both definitions in use, each under its name."""
+    names = (("bubble_fraction", BUBBLE_FORMULA), ("bubble_over_ideal", BUBBLE_OVER_IDEAL_FORMULA))
+    pairs = [(formula.split(" = "), percent(values.get(name))) for name, formula in names]
+    return [(name, f"{value} = {formula}") for (name, formula), value in pairs]
 
 
 def result(values: dict[str, Any], run_dir: Path) -> str:
@@ -95,7 +100,7 @@ def result(values: dict[str, Any], run_dir: Path) -> str:
         ("validation accuracy", percent(values["validation_accuracy"])),
         ("equals one device", _verdict(parity["ok"]) + _parity(parity)),
         ("ops as planned", _verdict(conformance["ok"]) + _conformance(conformance)),
-        ("bubble", percent(values["bubble_fraction"])),
+        *_bubbles(values),
         ("exposed communication", percent(values["exposed_communication_fraction"])),
         ("peak memory", each_rank(values["peak_memory"], size)),
         ("folder", str(run_dir)),

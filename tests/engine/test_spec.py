@@ -68,16 +68,18 @@ JOINED = [
     ({"devices": "1000", "global-batch": "1400"}, "batch_by_devices", "global_batch"),
     ({"mode": "pipeline", "devices": "4", "microbatches": "5"}, "batch_by_microbatches", "microbatches"),
     ({"mode": "pipeline", "devices": "2", "microbatches": "100"}, "batch_by_microbatches", "microbatches"),
+    ({"mode": "pipeline", "devices": "4", "global-batch": "3"}, "batch_of_schedule", "global_batch"),
+    ({"mode": "pipeline", "schedule": "dualpipe", "global-batch": "7"}, "batch_of_schedule", "global_batch"),
     (
         {"mode": "pipeline", "devices": "4", "microbatches": "3", "schedule": "gpipe"},
         "batch_by_microbatches",
         "microbatches",
     ),
     (
-        # No microbatches at all are enough for so many stages: then none may be suggested.
+        # The batch of 64 has no number of microbatches that is enough for so many stages: it has to change first.
         {"mode": "pipeline", "model": "gpt", "layers": "100", "devices": "102", "microbatches": "100"},
-        "batch_by_microbatches",
-        "microbatches",
+        "batch_of_schedule",
+        "global_batch",
     ),
     ({"mode": "pipeline", "devices": "4", "microbatches": "2"}, "too_few_microbatches", "microbatches"),
     ({"mode": "pipeline", "devices": "3", "microbatches": "1"}, "too_few_microbatches", "microbatches"),
@@ -186,6 +188,8 @@ def test_every_value_that_is_suggested_works(settings, code, setting):
             continue
         name = setting if setting in settings else setting.replace("_", "-")
         better = settings | {name: str(value)}
+        if code == "batch_of_schedule":  # whatever microbatches was: none would do
+            better.pop("microbatches", None)
         try:
             prepare(Spec.from_params(better))
         except SpecError as still:
@@ -203,6 +207,7 @@ def test_there_is_a_suggestion_wherever_one_value_is_out_of_place():
     assert refusal({"mode": "pipeline", "devices": "4", "microbatches": "5"}).suggest == (4, 8, 16)
     assert refusal({"mode": "pipeline", "devices": "4", "microbatches": "2"}).suggest == (4, 8, 16)
     assert refusal({"mode": "pipeline", "devices": "5"}).suggest == (4,)
+    assert refusal({"mode": "pipeline", "devices": "4", "global-batch": "3"}).suggest == (4, 5, 6)
     assert refusal({"fault": "slow@12:3:0.5", "devices": "8"}).suggest == ("slow@7:3:0.5",)
     assert refusal({"deviecs": "4"}).suggest[0] == "devices"
     assert refusal({"optimizer": "adam"}).suggest == ("adamw",)
