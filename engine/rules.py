@@ -71,7 +71,8 @@ RULES = {
     "cannot_run_here": "A real run uses at most {high} processes on one machine; devices is {value}. "
     "It can still be simulated.",
     "simulation_only": "The machine {value} is for simulation only.",
-    "bad_fault": "A fault reads KIND@RANK:STEP or slow@RANK:STEP:SECONDS with KIND one of {kinds}; it is {value}.",
+    "bad_fault": "A fault reads KIND@RANK:STEP or slow@RANK:STEP:SECONDS with KIND one of {kinds} (STEP is 0 where it "
+    "is wrong from the start); it is {value}.",
     "no_run": "There is no run with the id {value}.",
     "not_recorded": "The run {value} has no timeline: it has not ended, or nothing was recorded.",
     "cannot_write": "The file given as {setting} cannot be written: {value}.",

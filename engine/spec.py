@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import schedules
-from engine.faults import parse_fault
+from engine.faults import KINDS, parse_fault
 from engine.rules import SpecError, closest
 
 MAX_DEVICES = 16_384
@@ -86,8 +86,13 @@ class Spec:
     device: str = _setting("auto", "where a real run computes", choices=DEVICES)
     parity_steps: int = _setting(3, "first steps compared with one device", low=0, high=1000)
     record: bool = _setting(True, "record every op of a real run")
+    timeout: float = _setting(
+        60.0, "seconds that a rank waits for another before it takes it for lost", low=1.0, high=3600.0
+    )
     fault: str | None = _setting(
-        None, "break a run on purpose: raise@1:3, exit@1:3, kill@1:3, slow@1:3:0.2, gradient@1:2"
+        None,
+        "break a run on purpose, as kind@rank:step, slow@rank:step:seconds; a rank "
+        + "; ".join(f"{kind}: {text}" for kind, text in KINDS.items()),
     )
 
     def __post_init__(self) -> None:

@@ -37,7 +37,7 @@ MORE = (
     ("epochs", "seed"),
     ("parity_steps", "record"),
     ("data_dir",),
-    ("fault",),
+    ("timeout", "fault"),
 )
 LARGEST = 2**53 - 1  # the largest whole number that a browser keeps exact
 MAX_FIXES = 4
