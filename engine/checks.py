@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 
 from engine import schedules
+from engine.faults import FAULTS, WITH_PEERS, Fault
 from engine.rules import SpecError
-from engine.settings import DATA_MODES, MODE_MODELS, SEVERAL_STAGES, STAGE_MODES, TENSOR_MODES
+from engine.settings import DATA_MODES, MODE_MODELS, ONE_PROCESS_MODES, SEVERAL_STAGES, STAGE_MODES, TENSOR_MODES
 from engine.shapes import Layer, balance
 from engine.spec import Spec
 
@@ -140,6 +141,18 @@ def _possible_microbatches(spec: Spec, batch: int) -> list[int]:
     """The numbers of equal parts of a batch that the schedule can run."""
     divisors = [d for d in range(1, batch + 1) if batch % d == 0]
     return [d for d in divisors if schedules.check(spec.schedule, spec.devices, spec.stages_per_rank, d) is None]
+
+
+def check_fault(spec: Spec, fault: Fault, steps: int) -> None:
+    """It must be on a process and in a step that there will be: else nothing would break, and nobody be told."""
+    processes = 1 if spec.mode in ONE_PROCESS_MODES else spec.devices
+    if fault.rank >= processes or fault.step >= steps:
+        at, there = f"@{fault.rank}:{fault.step}", f"@{min(fault.rank, processes - 1)}:{min(fault.step, steps - 1)}"
+        kinds = ", ".join(FAULTS)
+        raise SpecError("bad_fault", "fault", spec.fault, suggest=[spec.fault.replace(at, there)], kinds=kinds)
+    if fault.kind in WITH_PEERS and processes == 1:
+        good = [f"{kind}@{fault.rank}:{fault.step}" for kind in ("raise", "exit", "kill")]
+        raise SpecError("fault_with_peers", "fault", spec.fault, suggest=good)
 
 
 def check_batch(spec: Spec, num_train: int) -> None:

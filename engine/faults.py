@@ -26,6 +26,7 @@ KINDS = {
 FAULTS = tuple(KINDS)
 AT_START = ("model", "shape", "weights", "order")
 LASTING = ("slow", "gradient")
+WITH_PEERS = ("skip", "alone", "size", "model", "shape", "weights")  # of one process alone they are no fault
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ class Prediction:
             "mode": self.job.spec.mode,
             "devices": self.job.spec.devices,
             "machine": self.job.spec.machine,
+            **self.job.batches,
             "step_time": self.step_time,
             "samples_per_second": self.job.spec.global_batch / self.step_time if self.step_time else None,
             "bubble_fraction": bubble_fraction(self.timeline),

@@ -124,7 +124,8 @@ def _one_step(job: Job, place: Place, training: Training, parity: Parity, step: 
         "loss": loss,
         "samples": job.spec.global_batch,
         "memory": _peak_memory(place.device),
-    }
+        "resident": _resident_now(),
+    } | _order(training)
 
 
 def _check_gradients(training: Training) -> None:
@@ -135,6 +136,17 @@ def _check_gradients(training: Training) -> None:
 
 def _resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _resident_now() -> int:
+    """Bytes of this process in memory: proc(5), second field of /proc/self/statm, in pages."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _order(training: Training) -> dict:
+    """The epoch, and a fingerprint of the order of this rank's samples in it, where it loads any."""
+    batches = getattr(training, "batches", None)
+    return {"epoch": batches.epoch, "order": batches.fingerprint} if batches and batches.epoch >= 0 else {}
 
 
 _AT_START: dict[int, int] = {}
