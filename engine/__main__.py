@@ -33,9 +33,7 @@ def parser() -> Parser:
             sub.add_argument("--samples", default="13", help="how many there are (default: 13)")
             sub.add_argument("--devices", default="3", help="ranks that share them (default: 3)")
             sub.add_argument("--batch", default="2", help="samples in a rank's batch (default: 2)")
-            sub.add_argument(
-                "--wrong", default="", help="samples that a model gets wrong, as 0,1: what accuracy is that?"
-            )
+            sub.add_argument("--wrong", default="", help="samples that the model gets wrong, as 0,1")
         if name in ("show", "export"):
             sub.add_argument("run_id", help="a run's id, or 'last'")
         if name == "show":

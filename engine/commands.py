@@ -82,20 +82,19 @@ def run(arguments: argparse.Namespace) -> int:
 def deal(arguments: argparse.Namespace) -> int:
     """Show which samples each rank sees, where their number does not divide"""
     numbers = [_whole(name, getattr(arguments, name)) for name in ("samples", "devices", "batch")]
-    wrong = [_whole("wrong", one, low=0) for one in arguments.wrong.split(",") if one]
+    wrong = [_whole("wrong", one, 0, numbers[0] - 1) for one in arguments.wrong.split(",") if one]
     found = sampling.report(*numbers, wrong)
     print(json.dumps(found)) if arguments.json else print(tables.dealt(found))
     return 0
 
 
-def _whole(setting: str, text: str, low: int = 1) -> int:
+def _whole(setting: str, text: str, low: int = 1, high: int = MAX_DEALT) -> int:
     try:
         value = int(text)
     except ValueError:
         raise SpecError("wrong_type", setting, text, wanted=WANTED[int]) from None
-    if not low <= value <= MAX_DEALT:
-        near = low if value < low else MAX_DEALT
-        raise SpecError("out_of_range", setting, value, suggest=[near], low=low, high=MAX_DEALT)
+    if not low <= value <= high:
+        raise SpecError("out_of_range", setting, value, suggest=[low if value < low else high], low=low, high=high)
     return value
 
 

@@ -81,6 +81,8 @@ def prediction(summary: dict[str, Any]) -> str:
 
 
 def _batches(values: dict[str, Any]) -> list[tuple[str, str]]:
+    if "local_batch" not in values:  # a run of an earlier Lockstep
+        return []
     batch = f"{values['global_batch']} samples a step: {values['local_batch']} on each of {values['replicas']} replicas"
     epoch = f"{values['batches_per_epoch']} batches on every replica; {values['samples_left_out']} of "
     return [("batch", batch), ("epoch", f"{epoch}{values['samples']} samples fill no batch and are left out")]
@@ -139,15 +141,15 @@ def result(values: dict[str, Any], run_dir: Path) -> str:
         ("samples/s", "-" if values["samples_per_second"] is None else f"{values['samples_per_second']:.4g}"),
         *_batches(values),
         ("loss", f"{losses[0]:.4f} -> {losses[-1]:.4f}, the mean over the global batch" if losses else "-"),
-        ("local loss, last step", each_rank([rows[-1] for rows in values["local_losses"] if rows], _loss)),
-        *_orders(values["repeated_orders"]),
+        ("local loss, last step", each_rank([r[-1] for r in values.get("local_losses", []) if r], _loss)),
+        *_orders(values.get("repeated_orders", [])),
         ("validation accuracy", percent(values["validation_accuracy"])),
         ("equals one device", _verdict(parity["ok"]) + _parity(parity)),
         ("ops as planned", _verdict(conformance["ok"]) + _conformance(conformance)),
         *_bubbles(values),
         ("exposed communication", percent(values["exposed_communication_fraction"])),
         ("peak memory", each_rank(values["peak_memory"], size)),
-        ("memory growth", each_rank(values["memory_growth"], size) + " in 100 steps"),
+        ("memory growth", each_rank(values.get("memory_growth", []), size) + " in 100 steps"),
         ("folder", str(run_dir)),
     ]
     head = f"{values['mode']} on {values['devices']} {values['device_kind']} devices"
