@@ -77,7 +77,10 @@ def find_error(run_dir: Path, workers: list[Child], total_steps: int) -> dict[st
 def _who_kept_them_waiting(waited: list[dict], silent: list[tuple[int, int]]) -> tuple[int, dict] | None:
     """Where everybody who spoke had only waited: (rank, what to say of it). One that said nothing at all; else, where
     ranks waited in different operations, one of those that stand alone with theirs."""
-    first = min(waited, key=lambda said: said["time"])
+    timed_out = [said for said in waited if "timed out" in str(said["message"]).lower()]
+    if not timed_out:  # they had lost a peer: one that has been looked at already, or nobody's fault
+        return None
+    first = min(timed_out, key=lambda said: said["time"])
     if silent:
         _, rank = min(silent)
         where = f" in {first['op']}" if first["op"] else ""

@@ -188,7 +188,7 @@ FAILURES = {
     "exit": ("rank 1 exited with code 3 and said nothing", STEP - 1, None),
     "signal 9": ("rank 1 was killed by signal 9 (SIGKILL)", STEP - 1, None),
     "signal 11": ("rank 1 was killed by signal 11 (SIGSEGV)", STEP - 1, None),
-    "signal 6": ("rank 1 was killed by signal 6 (SIGABRT)", STEP - 1, None),
+    "signal 6": ("rank 1 aborted (signal 6)", STEP - 1, None),
 }
 
 

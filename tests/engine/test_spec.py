@@ -138,6 +138,9 @@ JOINED = [
     ({"mode": "single", "devices": "2"}, "devices_of_mode", "devices"),
     ({"steps": "3", "epochs": "2"}, "exclusive", "steps"),
     ({"fault": "raise@2:1"}, "bad_fault", "fault"),
+    ({"fault": "raise@1:20"}, "bad_fault", "fault"),
+    ({"fault": "model@1:2"}, "bad_fault", "fault"),
+    ({"mode": "single", "devices": "1", "fault": "alone@0:1"}, "fault_with_peers", "fault"),
     ({"fault": "slow@12:3:0.5", "devices": "8"}, "bad_fault", "fault"),
     ({"model": "gpt", "context": "1000000"}, "no_data", "context"),
     ({"data-dir": "/nowhere/at/all"}, "no_data", "data_dir"),
@@ -155,7 +158,7 @@ MALFORMED = [
     ({"deviecs": "4"}, "unknown_setting", "deviecs"),
     ({"global-batch": "32", "global_batch": "64"}, "exclusive", "global_batch"),
 ]
-BAD_FAULTS = ["raise", "raise@1", "raise@1:x", "raise@-1:3", "hang@1:3", "RAISE@1:3", "@1:3", "raise@1:3:1"]
+BAD_FAULTS = ["raise", "raise@1", "raise@1:x", "raise@-1:3", "sleep@1:3", "RAISE@1:3", "@1:3", "raise@1:3:1"]
 BAD_FAULTS += ["slow@1:3", "slow@1:3:99", "slow@1:3:-1", "slow@1:3:nan", "slow@1:3:inf"]
 MALFORMED += [({"fault": text}, "bad_fault", "fault") for text in BAD_FAULTS]
 CASES = RANGES + NAMES + JOINED + MALFORMED
