@@ -84,7 +84,13 @@ class Spec:
     seed: int = _setting(0, "seed of weights, data order and synthetic data", low=0, high=2**31 - 1)
     machine: str = _setting("local", "the machine to simulate on")
     device: str = _setting("auto", "where a real run computes", choices=DEVICES)
-    parity_steps: int = _setting(3, "first steps compared with one device", low=0, high=1000)
+    parity_steps: int = _setting(
+        3,
+        "first steps compared with one device that starts from the same weights (no model has "
+        "dropout or batch normalisation, whose numbers depend on how samples are shared out)",
+        low=0,
+        high=1000,
+    )
     record: bool = _setting(True, "record every op of a real run")
     timeout: float = _setting(
         60.0, "seconds that a rank waits for another before it takes it for lost", low=1.0, high=3600.0
