@@ -74,8 +74,8 @@ RULES = {
     "cannot_run_here": "A real run uses at most {high} processes on one machine; devices is {value}. "
     "It can still be simulated.",
     "simulation_only": "The machine {value} is for simulation only.",
-    "bad_fault": "A fault reads KIND@RANK:STEP or slow@RANK:STEP:SECONDS, with a rank and a step that the run has (step 0 "
-    "where it is wrong from the start) and KIND one of {kinds}; it is {value}.",
+    "bad_fault": "A fault reads KIND@RANK:STEP or slow@RANK:STEP:SECONDS, with a rank and a step that the run has "
+    "(step 0 where it is wrong from the start) and KIND one of {kinds}; it is {value}.",
     "fault_with_peers": "The fault {value} is one among several processes, and here there is one.",
     "no_run": "There is no run with the id {value}.",
     "not_recorded": "The run {value} has no timeline: it has not ended, or nothing was recorded.",
