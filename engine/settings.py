@@ -21,7 +21,7 @@ MODE_SETTINGS = {
     "fsdp": {},
     "hsdp": {"dp": None, "fsdp": None},
     "layer_split": {"split": None},
-    "pipeline": {"microbatches": None, "schedule": "1f1b", "split": None, "stages_per_rank": None},
+    "pipeline": {"microbatches": None, "schedule": "1f1b", "receives": "late", "split": None, "stages_per_rank": None},
     "tensor": {},
     "sequence": {},
 }

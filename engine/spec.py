@@ -40,6 +40,7 @@ MODES = (
 MODELS = ("cnn", "mlp", "gpt")
 DATASETS = ("digits", "text", "synthetic")
 SCHEDULES = tuple(schedules.TABLE)
+RECEIVES = ("late", "early")
 OPTIMIZERS = ("sgd", "adamw")
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -70,6 +71,12 @@ class Spec:
     schedule: str | None = _setting(None, "order of a pipeline's microbatches", choices=SCHEDULES)
     stages_per_rank: int | None = _setting(
         None, "stages on each device, in the schedules that can have several (pipeline)", low=1, high=64
+    )
+    receives: str | None = _setting(
+        None,
+        "when a pipeline's ranks receive, in its plan: just before what needs it, as in PyTorch, where receives run in "
+        "the background; or as soon as it is sent, as if they blocked",
+        choices=RECEIVES,
     )
     split: tuple[int, ...] | None = _setting(None, "layers of each stage, by hand: 2,1,1 (layer_split, pipeline)")
     dp: int | None = _setting(None, "replicas of the model", low=1, high=MAX_DEVICES)

@@ -103,6 +103,15 @@ def test_whose_bubble_78_slots_and_both_fractions_under_their_names(schedule, in
     assert "bubble over ideal      21.9 % = idle compute time / busy compute time" in text
 
 
+@pytest.mark.parametrize(("receives", "longer"), [("late", False), ("early", True)])
+def test_receives_that_block_early_make_a_step_longer(receives, longer, capsys):
+    """pytorch#188833: 8 ranks, 2 stages each. Late: 3 s x 2 x 16 and the 7 stages' idle time of 3 s each."""
+    words = "simulate --mode pipeline --devices 8 --schedule interleaved_1f1b --microbatches 16 --model mlp --layers 15"
+    assert command_line.main([*words.split(), "--machine", "unit", "--receives", receives, "--json"]) == 0
+    step_time = json.loads(capsys.readouterr().out)["step_time"]
+    assert step_time > 117 if longer else step_time == 3 * (2 * 16 + 7) == 117
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_no_model_computes_with_chance_or_with_the_statistics_of_a_batch(model):
     """moco#41, torchgpipe#14, pytorch#168058: batch normalisation and dropout depend on how samples are shared out, and

@@ -243,6 +243,7 @@ def test_every_rule_that_a_spec_can_break_is_among_the_cases():
 def settings_that_do_not_apply() -> list[tuple[str, str, str]]:
     values = {"layers": "3", "hidden": "64", "heads": "4", "context": "32", "bucket-mb": "1", "split": "2,2"}
     values |= {"microbatches": "4", "schedule": "gpipe", "dp": "1", "fsdp": "1", "stages-per-rank": "4"}
+    values |= {"receives": "early"}
     return [
         (mode, model, name)
         for mode in MODES
@@ -254,7 +255,7 @@ def settings_that_do_not_apply() -> list[tuple[str, str, str]]:
 
 @pytest.mark.parametrize(("mode", "model", "name"), settings_that_do_not_apply())
 def test_a_setting_that_means_nothing_here_is_refused_and_not_ignored(mode, model, name):
-    value = {"schedule": "gpipe", "split": "2,2"}.get(name, "4")
+    value = {"schedule": "gpipe", "split": "2,2", "receives": "early"}.get(name, "4")
     error = refusal({"mode": mode, "model": model, "devices": "1", name: value})
     setting = name.replace("-", "_")
     assert (error.code, error.setting) == ("does_not_apply", setting)

@@ -26,6 +26,7 @@ ROWS = (
     ("pp", "ep"),
     ("bucket_mb",),
     ("stages_per_rank", "split"),
+    ("receives",),
     ("model", "dataset"),
     ("layers", "hidden"),
     ("heads", "context"),
