@@ -9,10 +9,20 @@ import math
 
 from engine import schedules
 from engine.faults import FAULTS, WITH_PEERS, Fault
+from engine.modes.context.deal import num_chunks
 from engine.rules import SpecError
-from engine.settings import DATA_MODES, MODE_MODELS, ONE_PROCESS_MODES, SEVERAL_STAGES, STAGE_MODES, TENSOR_MODES
+from engine.settings import (
+    DATA_MODES,
+    MAX_RING,
+    MODE_MODELS,
+    ONE_PROCESS_MODES,
+    SEVERAL_STAGES,
+    STAGE_MODES,
+    TENSOR_MODES,
+    degrees,
+)
 from engine.shapes import Layer, balance
-from engine.spec import Spec
+from engine.spec import MAX_DEVICES, Spec
 
 
 def nearest(good: list[int], value: int, count: int = 3) -> list[int]:
@@ -30,6 +40,10 @@ def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
         raise SpecError("model_of_mode", "model", spec.model, suggest=models, mode=spec.mode)
     if spec.mode in TENSOR_MODES:
         _check_shards(spec, layers)
+    if spec.mode == "context":
+        return check_context(spec)
+    if spec.mode == "expert" and spec.experts % spec.devices:
+        raise _experts_left(spec)
     if spec.mode == "hsdp":
         return _check_degrees(spec)
     if spec.mode not in STAGE_MODES:
@@ -89,6 +103,41 @@ def _check_shards(spec: Spec, layers: tuple[Layer, ...]) -> None:
         good = nearest([d for d in range(1, shared + 1) if shared % d == 0], spec.devices, 8)
         what = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise SpecError("devices_divide", "devices", spec.devices, suggest=good, model=spec.model, sizes=what)
+
+
+def check_context(spec: Spec, setting: str = "devices") -> Spec:
+    """Whether each rank gets as many tokens as any other. `setting`: the one that says over how many they are dealt.
+
+    Ulysses attends to the whole context on every rank, in its order: there is nothing to balance, and two chunks a rank
+    would have to be sorted first.
+    """
+    degree = degrees(spec).get("cp", 1)
+    if spec.attention == "ulysses":
+        if spec.balance == "head_tail":
+            raise SpecError("does_not_apply", "balance", spec.balance, suggest=["none"], to="the attention ulysses")
+        shared = math.gcd(spec.heads, spec.context)
+        if shared % degree:
+            good = nearest([d for d in range(1, shared + 1) if shared % d == 0], degree, 8)
+            sizes = {"heads": spec.heads, "context": spec.context}
+            raise SpecError("heads_of_ulysses", setting, degree, suggest=good, **sizes)
+        return spec.with_(balance="none")
+    spec = spec.with_(balance=spec.balance or "head_tail")
+    chunks, most = num_chunks(1, spec.balance), MAX_RING if spec.attention == "ring" else MAX_DEVICES
+    good = [d for d in range(1, min(spec.context, most) + 1) if d == 1 or spec.context % (chunks * d) == 0]
+    if degree > most:
+        raise SpecError("ring_too_long", setting, degree, suggest=nearest(good, degree), high=most)
+    if degree not in good:
+        sizes = {"chunks": chunks, "context": spec.context}
+        raise SpecError("context_divides", setting, degree, suggest=nearest(good, degree, 8), **sizes)
+    return spec
+
+
+def _experts_left(spec: Spec) -> SpecError:
+    """Suggests numbers of devices that can also share the batch."""
+    shared = math.gcd(spec.experts, spec.global_batch)
+    good = nearest([d for d in range(1, shared + 1) if shared % d == 0], spec.devices, 8)
+    sizes = f"experts {spec.experts}"
+    return SpecError("devices_divide", "devices", spec.devices, suggest=good, model=spec.model, sizes=sizes)
 
 
 def _check_degrees(spec: Spec) -> Spec:

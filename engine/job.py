@@ -29,6 +29,7 @@ from engine.settings import (
     REDUCE_SCATTER_MODES,
     STAGE_MODES,
     TENSOR_MODES,
+    TOKEN_MODELS,
     TORCH_FLOOR,
     degrees,
 )
@@ -47,6 +48,8 @@ class Job:
     num_validation: int
     steps: int
     batches_per_epoch: int
+    # Of each rank, the tokens that its routers gave to each expert in a step, by block; None: as many to each.
+    routed: tuple[dict[str, list[int]], ...] | None = None
 
     def degree(self, axis: str) -> int:
         """How many coordinates the mesh has on `axis`; 1 where it does not have it."""
@@ -111,6 +114,8 @@ def prepare(spec: Spec) -> Job:
     if spec.heads is not None and spec.hidden % spec.heads:
         good = nearest([d for d in range(1, min(spec.hidden, MAX_HEADS) + 1) if spec.hidden % d == 0], spec.heads)
         raise SpecError("heads_divide", "heads", spec.heads, suggest=good, hidden=spec.hidden)
+    if spec.top_k is not None and spec.top_k > spec.experts:
+        raise SpecError("top_k_of_experts", "top_k", spec.top_k, suggest=[spec.experts], experts=spec.experts)
     num_train, num_validation, vocabulary = _data_sizes(spec)
     layers = model_layers(spec, vocabulary)
     check_batch(spec, num_train)
@@ -122,7 +127,7 @@ def prepare(spec: Spec) -> Job:
     fault = parse_fault(spec.fault)
     if fault:
         check_fault(spec, fault, steps)
-    sample_bytes = 2 * 8 * spec.context if spec.model == "gpt" else 4 * 28 * 28 + 8
+    sample_bytes = 2 * 8 * spec.context if spec.model in TOKEN_MODELS else 4 * 28 * 28 + 8
     return Job(spec, layers, sample_bytes, num_train, num_validation, steps, batches)
 
 
@@ -170,6 +175,7 @@ def _at_most(devices: int, spec: Spec) -> int:
     if spec.mode not in (*DATA_MODES, *TENSOR_MODES):
         return devices
     shared = spec.global_batch if spec.mode in DATA_MODES else spec.devices  # what these can share, a divisor can
+    shared = math.gcd(shared, spec.experts) if spec.mode == "expert" else shared
     return max(d for d in range(1, devices + 1) if shared % d == 0)
 
 
@@ -189,7 +195,7 @@ def _data_sizes(spec: Spec) -> tuple[int, int, int]:
     except datasets.DatasetError as error:
         setting = "context" if spec.dataset == "text" else "data_dir"
         raise SpecError("no_data", setting, str(error)) from None
-    return train, validation, datasets.vocabulary_size(spec.dataset) if spec.model == "gpt" else 10
+    return train, validation, datasets.vocabulary_size(spec.dataset) if spec.model in TOKEN_MODELS else 10
 
 
 def _schedules_instead(spec: Spec) -> list[str]:

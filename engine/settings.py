@@ -10,8 +10,15 @@ MODEL_DEFAULTS = {
     "cnn": {},
     "mlp": {"layers": 2, "hidden": 256},
     "gpt": {"layers": 4, "hidden": 128, "heads": 4, "context": 64},
+    "moe": {"layers": 2, "hidden": 64, "heads": 4, "context": 64, "experts": 8, "top_k": 2},
 }
-MODEL_DATASETS = {"cnn": ("digits", "synthetic"), "mlp": ("digits", "synthetic"), "gpt": ("text", "synthetic")}
+MODEL_DATASETS = {
+    "cnn": ("digits", "synthetic"),
+    "mlp": ("digits", "synthetic"),
+    "gpt": ("text", "synthetic"),
+    "moe": ("text", "synthetic"),
+}
+TOKEN_MODELS = ("gpt", "moe")  # they read sequences of tokens; the others, images
 MODE_SETTINGS = {
     "single": {},
     "data_parallel": {},
@@ -24,9 +31,12 @@ MODE_SETTINGS = {
     "pipeline": {"microbatches": None, "schedule": "1f1b", "receives": "late", "split": None, "stages_per_rank": None},
     "tensor": {},
     "sequence": {},
+    "context": {"attention": "ring", "balance": None, "bucket_mb": 25.0},
+    "expert": {"bucket_mb": 25.0},
 }
-MODE_MODELS = {"sequence": ("gpt",)}  # a mode that is not named takes every model
-DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp")  # split the batch over devices
+# A mode that is not named takes every model.
+MODE_MODELS = {"tensor": ("cnn", "mlp", "gpt"), "sequence": ("gpt",), "context": ("gpt",), "expert": ("moe",)}
+DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "expert")  # split the batch over devices
 # A mode is a name for a mesh: of one axis, or of those whose degrees are settings.
 MODE_AXIS = {
     "single": "dp",
@@ -39,6 +49,8 @@ MODE_AXIS = {
     "pipeline": "pp",
     "tensor": "tp",
     "sequence": "tp",
+    "context": "cp",
+    "expert": "ep",
 }
 DATA_AXES = ("dp", "fsdp", "ep")  # those over which the batch is cut
 ONE_PROCESS_MODES = ("single", "data_parallel")
@@ -47,6 +59,7 @@ TENSOR_MODES = ("tensor", "sequence")  # split each layer over devices
 TORCH_FLOOR = (2, 11)  # the oldest that runs are tested with
 REDUCE_SCATTER_MODES = ("zero2", "fsdp", "hsdp", "sequence")  # what gloo could not do before torch 2.8 (pytorch#149869)
 PLANNED_ONLY = ("zb_h2", "dualpipe")  # schedules that PyTorch does not have
+MAX_RING = 64  # ranks: every one takes as many turns, in every layer
 SEVERAL_STAGES = 2  # on a device, where the schedule leaves it open
 LEARNING_RATES = {"sgd": 0.05, "adamw": 0.002}
 DEFAULT_STEPS = 20

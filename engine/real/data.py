@@ -15,6 +15,7 @@ from engine import datasets
 from engine.faults import parse_fault
 from engine.job import Job
 from engine.real import faults
+from engine.settings import TOKEN_MODELS
 
 
 class Batches:
@@ -22,7 +23,7 @@ class Batches:
 
     def __init__(self, job: Job, replica: int, replicas: int, device: torch.device):
         spec = job.spec
-        kind = "token" if spec.model == "gpt" else "image"
+        kind = "token" if spec.model in TOKEN_MODELS else "image"
         data = datasets.load(spec.dataset, kind=kind, data_dir=spec.data_dir, context=spec.context, seed=spec.seed)
         self.x, self.y = torch.from_numpy(data.train_x), torch.from_numpy(data.train_y)
         self.validation = torch.from_numpy(data.validation_x), torch.from_numpy(data.validation_y)

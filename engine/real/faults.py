@@ -13,6 +13,7 @@ import torch.distributed as dist
 from engine.faults import LASTING, Fault
 from engine.job import Job
 from engine.real.training import Place, Training
+from engine.settings import TOKEN_MODELS
 from engine.shapes import Layer
 
 
@@ -38,7 +39,7 @@ def altered(job: Job, kind: str) -> Job:
 def _another(job: Job) -> Layer:
     """A layer that takes what the last one takes, and gives the same."""
     before = job.layers[-2]
-    if job.spec.model == "gpt":
+    if job.spec.model in TOKEN_MODELS:
         return dataclasses.replace(before, name="extra")
     (width,) = before.output
     return dataclasses.replace(before, name="extra", params=(("weight", (width, width)), ("bias", (width,))))

@@ -110,10 +110,11 @@ def _one_step(job: Job, place: Place, training: Training, parity: Parity, step: 
     recorder.begin_step(step)
     if faults.of_rank(fault, place.rank, step) == "slow":
         time.sleep(fault.seconds)
-    loss = training.make_gradients(step)
+    with models.counting() as routed:
+        loss = training.make_gradients(step)
     _check_gradients(training)
     faults.after_gradients(fault, place, training, step)
-    parity.keep_gradients(step, loss)
+    parity.keep_gradients(step, loss, routed)
     update(training, recorder)
     recorder.end_step()
     end = time.time_ns()
@@ -125,7 +126,9 @@ def _one_step(job: Job, place: Place, training: Training, parity: Parity, step: 
         "samples": job.spec.global_batch,
         "memory": _peak_memory(place.device),
         "resident": _resident_now(),
-    } | _order(training)
+        **_order(training),
+        **({"routed": routed} if routed else {}),
+    }
 
 
 def _check_gradients(training: Training) -> None:

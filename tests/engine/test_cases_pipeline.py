@@ -10,6 +10,7 @@ from engine import __main__ as command_line
 from engine import schedules
 from engine.job import prepare
 from engine.rules import SpecError
+from engine.settings import TOKEN_MODELS
 from engine.spec import MODELS, Spec
 
 ENOUGH_LAYERS = {"model": "mlp", "layers": 15, "hidden": 16}
@@ -121,7 +122,7 @@ def test_no_model_computes_with_chance_or_with_the_statistics_of_a_batch(model):
     from engine.real.data import Batches
 
     sizes = {"layers": 1, "hidden": 16} if model != "cnn" else {}
-    sizes |= {"heads": 2, "context": 8} if model == "gpt" else {}
+    sizes |= {"heads": 2, "context": 8} if model in TOKEN_MODELS else {}
     job = prepare(Spec(mode="single", devices=1, model=model, dataset="synthetic", global_batch=8, **sizes))
     module = models.build(job).train()
     inputs, _ = Batches(job, 0, 1, torch.device("cpu"))(0)

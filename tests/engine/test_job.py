@@ -88,6 +88,8 @@ def test_what_runs_in_one_process_says_so():
         ({"devices": 4}, 2, "more_ranks_than_gpus", (2,)),
         ({"devices": 8}, 3, "more_ranks_than_gpus", (2,)),  # 64 samples cannot be shared by 3
         ({"devices": 4, "mode": "pipeline"}, 3, "more_ranks_than_gpus", (3,)),
+        # 12 samples can be shared by 3, and 8 experts cannot.
+        ({"devices": 4, "mode": "expert", "model": "moe", "global_batch": 12}, 3, "more_ranks_than_gpus", (2,)),
         ({"devices": 128, "global_batch": 128}, 0, "cannot_run_here", (64,)),
         ({"devices": 100, "global_batch": 100}, 0, "cannot_run_here", (50,)),
     ],

@@ -7,7 +7,7 @@ broadcast. A bucket is closed by the gradient that makes it reach its size limit
 
 from engine import chain
 from engine.job import Job
-from engine.modes.ddp.buckets import buckets
+from engine.modes.ddp.buckets import Bucket, buckets
 from engine.plan import Mesh, Op, Plan, Program
 
 INT32 = 4  # bytes
@@ -17,13 +17,11 @@ def plan(job: Job, step: int) -> Plan:
     limit_mb = job.spec.bucket_mb if step > 0 else None
     whole = buckets(job.layers, limit_mb)
     ops = [chain.load(job.sample_bytes, job.local_batch)]
-    if step == 1:
-        num_params = sum(len(layer.params) for layer in job.layers)
-        ops += [_control("bucket order", INT32 * (num_params + 1)), _control("bucket sizes", INT32 * len(whole))]
+    ops += bucket_order(whole, "dp") if step == 1 else []
     ops += chain.forward(job.layers, job.local_batch)
     for op in chain.backward(job.layers, job.local_batch):
         ops.append(op)
-        ops += [_all_reduce(i, b.bytes) for i, b in enumerate(whole) if b.last_layer == op.part]
+        ops += all_reduces(whole, op.part, "dp")
     ops.append(chain.optimizer(job.layers, job.spec))
     memory = chain.standing_memory(job.layers, job.spec)
     memory["buckets"] = sum(b.bytes for b in whole)
@@ -32,9 +30,13 @@ def plan(job: Job, step: int) -> Plan:
     return Plan(Mesh(("dp",), (ranks,)), (program,), (0,) * ranks, tuple(layer.name for layer in job.layers))
 
 
-def _all_reduce(bucket: int, size: int) -> Op:
-    return Op(kind="all_reduce", part=f"bucket{bucket}", payload="gradient", axis="dp", asynchronous=True, bytes=size)
+def bucket_order(whole: list[Bucket], axis: str) -> list[Op]:
+    """Rank 0 tells the others which gradient is where: an index each and their number, then the sizes."""
+    sizes = {"bucket order": sum(len(bucket.params) for bucket in whole) + 1, "bucket sizes": len(whole)}
+    return [Op(kind="broadcast", part=part, payload="control", axis=axis, bytes=INT32 * n) for part, n in sizes.items()]
 
 
-def _control(part: str, size: int) -> Op:
-    return Op(kind="broadcast", part=part, payload="control", axis="dp", bytes=size)
+def all_reduces(whole: list[Bucket], layer: str, axis: str) -> list[Op]:
+    """Of the buckets that are full when `layer` has made its gradients."""
+    common = {"kind": "all_reduce", "payload": "gradient", "axis": axis, "asynchronous": True}
+    return [Op(part=f"bucket{i}", bytes=b.bytes, **common) for i, b in enumerate(whole) if b.last_layer == layer]
