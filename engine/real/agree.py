@@ -16,6 +16,8 @@ from engine.job import Job
 from engine.real import models
 from engine.real.training import Place
 
+SHOWN = 4  # parameters of a model that are listed in an error
+
 
 class Disagreement(RuntimeError):
     """Ranks that are not about to train the same. `rank` is the one that stands alone, of two the second."""
@@ -60,7 +62,8 @@ def _describe(key: str, one: int, its: Any, two: int, others: Any) -> str:
         only = [f"{name} only on rank {one}" for name in its if name not in others]
         only += [f"{name} only on rank {two}" for name in others if name not in its]
         counts = f"{len(its)} parameters on rank {one}, {len(others)} on rank {two}"
-        return f"the ranks' models differ: {counts} ({', '.join(only)})"
+        more = f" and {len(only) - SHOWN} more" if len(only) > SHOWN else ""
+        return f"the ranks' models differ: {counts} ({', '.join(only[:SHOWN])}{more})"
     if isinstance(its, dict):
         name = next(name for name in its if its[name] != others[name])
         what = {"shapes": f"the shape of {name}", "weights": f"the sum of |{name}|", "settings": name}[key]
