@@ -29,6 +29,11 @@ def parser() -> Parser:
             _add_settings(sub)
         if name in ("run", "runs", "show", "export"):
             sub.add_argument("--runs-dir", help="the folder of runs (default: runs)")
+        if name == "deal":
+            sub.add_argument("--samples", default="13", help="how many there are (default: 13)")
+            sub.add_argument("--devices", default="3", help="ranks that share them (default: 3)")
+            sub.add_argument("--batch", default="2", help="samples in a rank's batch (default: 2)")
+            sub.add_argument("--wrong", default="", help="samples that the model gets wrong, as 0,1")
         if name in ("show", "export"):
             sub.add_argument("run_id", help="a run's id, or 'last'")
         if name == "show":
@@ -57,6 +62,7 @@ def _check_words(words: list[str]) -> None:
     """A misspelt option is answered with the ones most like it, which argparse does not do."""
     known = {"--" + f.name.replace("_", "-") for f in dataclasses.fields(Spec)}
     known |= {"--json", "--spec", "--runs-dir", "--format", "--output", "--plan", "--language", "--help"}
+    known |= {"--samples", "--batch", "--wrong"}
     for word in words:
         name = word.partition("=")[0]
         if name.startswith("--") and len(name) > 2 and name not in known:

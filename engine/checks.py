@@ -8,9 +8,19 @@ from __future__ import annotations
 import math
 
 from engine import schedules
+from engine.faults import FAULTS, WITH_PEERS, Fault
 from engine.modes.context.deal import num_chunks
 from engine.rules import SpecError
-from engine.settings import DATA_MODES, MAX_RING, MODE_MODELS, SEVERAL_STAGES, STAGE_MODES, TENSOR_MODES, degrees
+from engine.settings import (
+    DATA_MODES,
+    MAX_RING,
+    MODE_MODELS,
+    ONE_PROCESS_MODES,
+    SEVERAL_STAGES,
+    STAGE_MODES,
+    TENSOR_MODES,
+    degrees,
+)
 from engine.shapes import Layer, balance
 from engine.spec import MAX_DEVICES, Spec
 
@@ -160,17 +170,38 @@ def _enough_devices(spec: Spec, layers: tuple[Layer, ...]) -> list[int]:
 
 def _check_microbatches(spec: Spec) -> Spec:
     batch = spec.global_batch
-    divisors = [d for d in range(1, batch + 1) if batch % d == 0]
-    enough = [d for d in divisors if schedules.check(spec.schedule, spec.devices, spec.stages_per_rank, d) is None]
+    enough = _possible_microbatches(spec, batch)
+    if not enough:  # whatever microbatches is: the batch cannot be cut as the schedule asks
+        good = schedules.rules.nearest(lambda size: bool(_possible_microbatches(spec, size)), batch)
+        names = {"schedule": spec.schedule, "devices": spec.devices}
+        raise SpecError("batch_of_schedule", "global_batch", batch, suggest=good, **names)
     if spec.microbatches is None:
         roomy = [d for d in enough if d >= 2 * spec.devices]
-        spec = spec.with_(microbatches=(roomy or enough or [batch])[0 if roomy else -1])
+        spec = spec.with_(microbatches=roomy[0] if roomy else enough[-1])
     count = spec.microbatches
     if batch % count:
         raise SpecError("batch_by_microbatches", "microbatches", count, suggest=nearest(enough, count), batch=batch)
     if broken := schedules.check(spec.schedule, spec.devices, spec.stages_per_rank, count):
         raise SpecError(broken.code, "microbatches", count, suggest=nearest(enough, count), **broken.values)
     return spec
+
+
+def _possible_microbatches(spec: Spec, batch: int) -> list[int]:
+    """The numbers of equal parts of a batch that the schedule can run."""
+    divisors = [d for d in range(1, batch + 1) if batch % d == 0]
+    return [d for d in divisors if schedules.check(spec.schedule, spec.devices, spec.stages_per_rank, d) is None]
+
+
+def check_fault(spec: Spec, fault: Fault, steps: int) -> None:
+    """It must be on a process and in a step that there will be: else nothing would break, and nobody be told."""
+    processes = 1 if spec.mode in ONE_PROCESS_MODES else spec.devices
+    if fault.rank >= processes or fault.step >= steps:
+        at, there = f"@{fault.rank}:{fault.step}", f"@{min(fault.rank, processes - 1)}:{min(fault.step, steps - 1)}"
+        kinds = ", ".join(FAULTS)
+        raise SpecError("bad_fault", "fault", spec.fault, suggest=[spec.fault.replace(at, there)], kinds=kinds)
+    if fault.kind in WITH_PEERS and processes == 1:
+        good = [f"{kind}@{fault.rank}:{fault.step}" for kind in ("raise", "exit", "kill")]
+        raise SpecError("fault_with_peers", "fault", spec.fault, suggest=good)
 
 
 def check_batch(spec: Spec, num_train: int) -> None:

@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import engine
-from engine import archive, export, modes, notation, tables
+from engine import archive, export, modes, notation, sampling, tables
 from engine.job import count_gpus, prepare
 from engine.launch import LauncherError, open_handle, start
 from engine.rules import SpecError
-from engine.spec import MODES, Spec
+from engine.spec import MODES, WANTED, Spec
 from engine.timeline import Timeline
 
 LANGUAGES = ("en", "zh")
+MAX_DEALT = 100_000  # samples that `deal` lists
 FORMATS = {"perfetto": ".trace.json", "html": ".html", "csv": ".csv"}
 
 
@@ -76,6 +77,25 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(tables.result(result, handle.run_dir))
     return 0 if result.get("status") == "finished" else 1
+
+
+def deal(arguments: argparse.Namespace) -> int:
+    """Show which samples each rank sees, where their number does not divide"""
+    numbers = [_whole(name, getattr(arguments, name)) for name in ("samples", "devices", "batch")]
+    wrong = [_whole("wrong", one, 0, numbers[0] - 1) for one in arguments.wrong.split(",") if one]
+    found = sampling.report(*numbers, wrong)
+    print(json.dumps(found)) if arguments.json else print(tables.dealt(found))
+    return 0
+
+
+def _whole(setting: str, text: str, low: int = 1, high: int = MAX_DEALT) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise SpecError("wrong_type", setting, text, wanted=WANTED[int]) from None
+    if not low <= value <= high:
+        raise SpecError("out_of_range", setting, value, suggest=[low if value < low else high], low=low, high=high)
+    return value
 
 
 def list_runs(arguments: argparse.Namespace) -> int:
@@ -161,6 +181,7 @@ COMMANDS = {
     "modes": show_modes,
     "simulate": simulate,
     "run": run,
+    "deal": deal,
     "runs": list_runs,
     "show": show,
     "export": export_run,

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from engine import modes
-from engine.analyse import bubble_fraction, exposed_communication_fraction
+from engine.analyse import bubble_fraction, bubble_over_ideal, exposed_communication_fraction
 from engine.archive import read_json, read_status, read_steps, write_json
 from engine.conform import conform
+from engine.health import local_losses, memory_growth, repeated_orders
 from engine.job import Job, prepare
 from engine.modes import FIRST_STEADY_STEP
 from engine.predict import predict
@@ -54,13 +55,18 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
         "step_time": step_time,
         "predicted_step_time": predict(job.spec).step_time,
         "samples_per_second": job.spec.global_batch / step_time if step_time else None,
+        **job.batches,
         "losses": [_mean(rows[s]["loss"] for rows in steps) for s in range(done)],
+        "local_losses": local_losses(steps, done),
+        "repeated_orders": repeated_orders(steps),
         "validation_accuracy": read_json(validation)["accuracy"] if validation.exists() else None,
         "parity": _parity(folder, job, state, done),
         "conformance": conformance,
         "expert_tokens": _expert_tokens(job, routed),
         "peak_memory": _peak_memory(job, steps),
+        "memory_growth": _each_device(job, [memory_growth(rows) for rows in steps]),
         "bubble_fraction": bubble_fraction(whole, since=steady.start) if len(whole) else None,
+        "bubble_over_ideal": bubble_over_ideal(whole, since=steady.start) if len(whole) else None,
         "exposed_communication_fraction": (
             exposed_communication_fraction(whole, since=steady.start) if len(whole) else None
         ),
@@ -179,8 +185,11 @@ def _mean(losses: Iterable[float | None]) -> float | None:
 
 def _peak_memory(job: Job, steps: list[list[dict]]) -> list[int | None]:
     """Bytes, one a rank: on the CPU what the process grew by. nn.DataParallel's one process stands for each device."""
-    peaks = [max((row["memory"] for row in rows), default=None) for rows in steps]
-    return peaks if len(peaks) == job.spec.devices else peaks * job.spec.devices
+    return _each_device(job, [max((row["memory"] for row in rows), default=None) for rows in steps])
+
+
+def _each_device(job: Job, values: list) -> list:
+    return values if len(values) == job.spec.devices else values * job.spec.devices
 
 
 def _wall_seconds(folder: Path, steps: list[list[dict]]) -> float | None:

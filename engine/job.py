@@ -6,12 +6,14 @@ import dataclasses
 import itertools
 import math
 import os
+import re
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from engine import datasets, schedules
-from engine.checks import check_batch, check_mode, nearest, pipelines
-from engine.faults import FAULTS, parse_fault
+from engine.checks import check_batch, check_fault, check_mode, nearest, pipelines
+from engine.faults import parse_fault
 from engine.plan import AXES
 from engine.rules import SpecError
 from engine.settings import (
@@ -24,9 +26,11 @@ from engine.settings import (
     MODEL_DEFAULTS,
     ONE_PROCESS_MODES,
     PLANNED_ONLY,
+    REDUCE_SCATTER_MODES,
     STAGE_MODES,
     TENSOR_MODES,
     TOKEN_MODELS,
+    TORCH_FLOOR,
     degrees,
 )
 from engine.shapes import Layer, model_layers
@@ -60,6 +64,15 @@ class Job:
     def local_batch(self) -> int:
         """Samples that one device sees in a step."""
         return self.spec.global_batch // self.replicas
+
+    @property
+    def batches(self) -> dict[str, int]:
+        """How samples come to a batch and to an epoch, in numbers; what fills no whole batch is left out."""
+        left_out = self.num_train - self.batches_per_epoch * self.spec.global_batch
+        batch = {"global_batch": self.spec.global_batch, "replicas": self.replicas, "local_batch": self.local_batch}
+        return batch | {
+            "samples": self.num_train, "batches_per_epoch": self.batches_per_epoch, "samples_left_out": left_out,
+        }  # fmt: skip
 
     @property
     def processes(self) -> int:
@@ -112,9 +125,8 @@ def prepare(spec: Spec) -> Job:
     batches = num_train // spec.global_batch
     steps = spec.epochs * batches if spec.epochs is not None else spec.steps or DEFAULT_STEPS
     fault = parse_fault(spec.fault)
-    if fault and fault.rank >= spec.devices:
-        there = spec.fault.replace(f"@{fault.rank}:", f"@{spec.devices - 1}:")
-        raise SpecError("bad_fault", "fault", spec.fault, suggest=[there], kinds=", ".join(FAULTS))
+    if fault:
+        check_fault(spec, fault, steps)
     sample_bytes = 2 * 8 * spec.context if spec.model in TOKEN_MODELS else 4 * 28 * 28 + 8
     return Job(spec, layers, sample_bytes, num_train, num_validation, steps, batches)
 
@@ -124,6 +136,7 @@ def prepare_real(spec: Spec) -> Job:
     job = prepare(spec)
     if job.spec.schedule in PLANNED_ONLY:
         raise SpecError("planned_only", "schedule", spec.schedule, suggest=_schedules_instead(spec))
+    _check_torch(job.spec.mode)
     devices, found = job.spec.devices, count_gpus()
     if devices > MAX_REAL_DEVICES:
         fewer = _at_most(MAX_REAL_DEVICES, job.spec)
@@ -133,6 +146,19 @@ def prepare_real(spec: Spec) -> Job:
     if spec.device != "cpu" and 0 < found < devices:
         raise SpecError("more_ranks_than_gpus", "devices", devices, suggest=[_at_most(found, job.spec)], gpus=found)
     return dataclasses.replace(job, spec=job.spec.with_(device="cuda" if found and spec.device != "cpu" else "cpu"))
+
+
+def _check_torch(mode: str) -> None:
+    """By what is installed, without loading it; where nothing is, the run will say so."""
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and tuple(map(int, numbers.groups())) < TORCH_FLOOR:
+        code = "old_torch_gloo" if mode in REDUCE_SCATTER_MODES else "old_torch"
+        floor = ".".join(map(str, TORCH_FLOOR))
+        raise SpecError(code, "mode", version, mode=mode, floor=floor)
 
 
 def count_gpus() -> int:

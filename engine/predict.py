@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import modes
-from engine.analyse import bubble_fraction, exposed_communication_fraction
+from engine.analyse import bubble_fraction, bubble_over_ideal, exposed_communication_fraction
 from engine.cost.machine import machine
 from engine.job import Job, prepare
 from engine.plan import Plan
@@ -41,9 +41,11 @@ class Prediction:
             "mode": self.job.spec.mode,
             "devices": self.job.spec.devices,
             "machine": self.job.spec.machine,
+            **self.job.batches,
             "step_time": self.step_time,
             "samples_per_second": self.job.spec.global_batch / self.step_time if self.step_time else None,
             "bubble_fraction": bubble_fraction(self.timeline),
+            "bubble_over_ideal": bubble_over_ideal(self.timeline),
             "exposed_communication_fraction": exposed_communication_fraction(self.timeline),
             "num_ops": sum(len(plan.program(rank).ops) for rank in range(plan.world_size)),
             "peak_memory": simulation.per_rank(simulation.peak_memory),

@@ -55,8 +55,13 @@ RULES = {
     "ring {setting} is at most {high}; it is {value}.",
     "batch_by_devices": "global-batch must be divisible by the number of devices ({devices}); it is {value}.",
     "batch_by_microbatches": "microbatches must divide global-batch ({batch}); it is {value}.",
+    "batch_of_schedule": "global-batch must be cut into equal microbatches, as many as the schedule {schedule} can run "
+    "on {devices} devices; it is {value}, and no number of them will do.",
     "too_many_stages": "Each of the {stages} stages needs at least one layer, and {model} has {layers}; "
     "{setting} is {value}.",
+    "old_torch": "A real run needs torch {floor} or newer; this is {value}. It can still be simulated.",
+    "old_torch_gloo": "The mode {mode} needs torch {floor} or newer: older ones have no reduce_scatter on gloo, or no "
+    "average in it; this is {value}. It can still be simulated.",
     "planned_only": "PyTorch has no schedule {value}, so it is planned and simulated, and cannot run.",
     "split_sum": "split must give each of the {stages} stages at least one layer and add up to the model's {layers} "
     "layers; it is {value}.",
@@ -76,7 +81,9 @@ RULES = {
     "cannot_run_here": "A real run uses at most {high} processes on one machine; devices is {value}. "
     "It can still be simulated.",
     "simulation_only": "The machine {value} is for simulation only.",
-    "bad_fault": "A fault reads KIND@RANK:STEP or slow@RANK:STEP:SECONDS with KIND one of {kinds}; it is {value}.",
+    "bad_fault": "A fault reads KIND@RANK:STEP or slow@RANK:STEP:SECONDS, with a rank and a step that the run has "
+    "(step 0 where it is wrong from the start) and KIND one of {kinds}; it is {value}.",
+    "fault_with_peers": "The fault {value} is one among several processes, and here there is one.",
     "no_run": "There is no run with the id {value}.",
     "not_recorded": "The run {value} has no timeline: it has not ended, or nothing was recorded.",
     "cannot_write": "The file given as {setting} cannot be written: {value}.",

@@ -28,7 +28,7 @@ MODE_SETTINGS = {
     "fsdp": {},
     "hsdp": {"dp": None, "fsdp": None},
     "layer_split": {"split": None},
-    "pipeline": {"microbatches": None, "schedule": "1f1b", "split": None, "stages_per_rank": None},
+    "pipeline": {"microbatches": None, "schedule": "1f1b", "receives": "late", "split": None, "stages_per_rank": None},
     "tensor": {},
     "sequence": {},
     "context": {"attention": "ring", "balance": None, "bucket_mb": 25.0},
@@ -56,6 +56,8 @@ DATA_AXES = ("dp", "fsdp", "ep")  # those over which the batch is cut
 ONE_PROCESS_MODES = ("single", "data_parallel")
 STAGE_MODES = ("layer_split", "pipeline")  # split the layers over devices
 TENSOR_MODES = ("tensor", "sequence")  # split each layer over devices
+TORCH_FLOOR = (2, 11)  # the oldest that runs are tested with
+REDUCE_SCATTER_MODES = ("zero2", "fsdp", "hsdp", "sequence")  # what gloo could not do before torch 2.8 (pytorch#149869)
 PLANNED_ONLY = ("zb_h2", "dualpipe")  # schedules that PyTorch does not have
 MAX_RING = 64  # ranks: every one takes as many turns, in every layer
 SEVERAL_STAGES = 2  # on a device, where the schedule leaves it open

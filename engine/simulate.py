@@ -224,8 +224,9 @@ def _blocker(graph: Graph, standing: dict[int, int], ended: list[float], role: i
 
 
 def peaks_of(ops: Ops, standing: int) -> tuple[int, int]:
-    """(most bytes at once, most microbatches in flight at once) of one program: a microbatch is in flight from its
-    first forward op to its last backward op. `standing` bytes are held the whole step long."""
+    """(most bytes at once, most passes in flight at once) of one program. A microbatch is in flight in a stage from its
+    first forward op there to its last backward op there; in two stages of one rank it is so twice. `standing` bytes are
+    held the whole step long."""
     microbatch = ops.microbatch + 1
     if microbatch.max(initial=0) > len(ops):  # keys below must be small numbers, and microbatches may not be
         microbatch = np.unique(microbatch, return_inverse=True)[1]

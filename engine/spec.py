@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import schedules
-from engine.faults import parse_fault
+from engine.faults import KINDS, parse_fault
 from engine.rules import SpecError, closest
 
 MAX_DEVICES = 16_384
@@ -43,6 +43,7 @@ MODES = (
 MODELS = ("cnn", "mlp", "gpt", "moe")
 DATASETS = ("digits", "text", "synthetic")
 SCHEDULES = tuple(schedules.TABLE)
+RECEIVES = ("late", "early")
 ATTENTIONS = ("ring", "all_gather", "ulysses")
 BALANCES = ("head_tail", "none")
 OPTIMIZERS = ("sgd", "adamw")
@@ -78,6 +79,12 @@ class Spec:
     stages_per_rank: int | None = _setting(
         None, "stages on each device, in the schedules that can have several (pipeline)", low=1, high=64
     )
+    receives: str | None = _setting(
+        None,
+        "when a pipeline's ranks receive, in its plan: just before what needs it, as in PyTorch, where receives run in "
+        "the background; or as soon as it is sent, as if they blocked",
+        choices=RECEIVES,
+    )
     split: tuple[int, ...] | None = _setting(None, "layers of each stage, by hand: 2,1,1 (layer_split, pipeline)")
     dp: int | None = _setting(None, "replicas of the model", low=1, high=MAX_DEVICES)
     fsdp: int | None = _setting(None, "devices that share one replica", low=1, high=MAX_DEVICES)
@@ -99,10 +106,21 @@ class Spec:
     seed: int = _setting(0, "seed of weights, data order and synthetic data", low=0, high=2**31 - 1)
     machine: str = _setting("local", "the machine to simulate on")
     device: str = _setting("auto", "where a real run computes", choices=DEVICES)
-    parity_steps: int = _setting(3, "first steps compared with one device", low=0, high=1000)
+    parity_steps: int = _setting(
+        3,
+        "first steps compared with one device that starts from the same weights (no model has "
+        "dropout or batch normalisation, whose numbers depend on how samples are shared out)",
+        low=0,
+        high=1000,
+    )
     record: bool = _setting(True, "record every op of a real run")
+    timeout: float = _setting(
+        60.0, "seconds that a rank waits for another before it takes it for lost", low=1.0, high=3600.0
+    )
     fault: str | None = _setting(
-        None, "break a run on purpose: raise@1:3, exit@1:3, kill@1:3, slow@1:3:0.2, gradient@1:2"
+        None,
+        "break a run on purpose, as kind@rank:step, slow@rank:step:seconds; a rank "
+        + "; ".join(f"{kind}: {text}" for kind, text in KINDS.items()),
     )
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import archive
+from engine.analyse import BUBBLE_FORMULA, BUBBLE_OVER_IDEAL_FORMULA
 from engine.launch import Handle
 from engine.modes import Lesson
 
@@ -66,19 +67,66 @@ def prediction(summary: dict[str, Any]) -> str:
         + rows(
             [
                 ("step time", seconds(summary["step_time"])),
+                *_batches(summary),
                 ("samples/s", "-" if summary["samples_per_second"] is None else f"{summary['samples_per_second']:.4g}"),
-                ("bubble", percent(summary["bubble_fraction"]) + " of ranks x step time is idle"),
+                *_bubbles(summary),
                 ("exposed communication", percent(summary["exposed_communication_fraction"])),
                 ("ops", str(summary["num_ops"])),
                 ("peak memory", each_rank(summary["peak_memory"], size)),
-                (
-                    "in flight",
-                    each_rank(summary["peak_in_flight"], lambda n: f"{n} microbatches" if n != 1 else "1 microbatch"),
-                ),
+                ("most in flight", each_rank(summary["peak_in_flight"], str) + " (a microbatch counts in each stage)"),
                 ("sent", each_rank(summary["bytes_sent"], size)),
             ]
         )
     )
+
+
+def _batches(values: dict[str, Any]) -> list[tuple[str, str]]:
+    if "local_batch" not in values:  # a run of an earlier Lockstep
+        return []
+    batch = f"{values['global_batch']} samples a step: {values['local_batch']} on each of {values['replicas']} replicas"
+    epoch = f"{values['batches_per_epoch']} batches on every replica; {values['samples_left_out']} of "
+    return [("batch", batch), ("epoch", f"{epoch}{values['samples']} samples fill no batch and are left out")]
+
+
+def _orders(repeated: list[dict[str, int]]) -> list[tuple[str, str]]:
+    words = [f"rank {one['rank']} saw epoch {one['epoch']} in the order of epoch {one['like']}" for one in repeated[:3]]
+    return [("order of samples", f"REPEATED: {'; '.join(words)} (set_epoch was not called)")] if words else []
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _bubbles(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """Both definitions in use, each under its name."""
+    names = (("bubble_fraction", BUBBLE_FORMULA), ("bubble_over_ideal", BUBBLE_OVER_IDEAL_FORMULA))
+    pairs = [(formula.split(" = "), percent(values.get(name))) for name, formula in names]
+    return [(name, f"{value} = {formula}") for (name, formula), value in pairs]
+
+
+def dealt(values: dict[str, Any]) -> str:
+    """Three ways to deal out samples, with a warning at each for what goes wrong with it."""
+    head = f"{values['samples']} samples, {values['ranks']} ranks, batches of {values['batch']}:"
+    blocks = []
+    for way, found in values["ways"].items():
+        lines = [("batches", "/".join(map(str, found["batches"][:16])) + _more(found["batches"], 16))]
+        lines += [(f"rank {rank}", _numbers(mine)) for rank, mine in enumerate(found["samples"][:8])]
+        lines += [("seen twice", _numbers(found["twice"]))] if found["twice"] else []
+        lines += [("seen never", _numbers(found["never"]))] if found["never"] else []
+        for one in found["runs_out"][:3]:
+            lines.append(("WARNING", f"rank {one['rank']} runs out at step {one['step']}: its peers wait for it"))
+        counted = percent(found["accuracy"])
+        lines.append(("accuracy", f"{counted} counted over ranks; each sample once: {percent(values['accuracy'])}"))
+        blocks.append(f"{way}\n{rows(lines)}")
+    return head + "\n" + "\n".join(blocks)
+
+
+def _numbers(values: list[int]) -> str:
+    return " ".join(map(str, values[:16])) + _more(values, 16)
+
+
+def _more(values: list, shown: int) -> str:
+    return f" ... {len(values)} in all" if len(values) > shown else ""
 
 
 def result(values: dict[str, Any], run_dir: Path) -> str:
@@ -91,13 +139,17 @@ def result(values: dict[str, Any], run_dir: Path) -> str:
         ("steps", f"{values['steps']} of {values['total_steps']}"),
         ("step time", seconds(step) + off),
         ("samples/s", "-" if values["samples_per_second"] is None else f"{values['samples_per_second']:.4g}"),
-        ("loss", f"{losses[0]:.4f} -> {losses[-1]:.4f}" if losses else "-"),
+        *_batches(values),
+        ("loss", f"{losses[0]:.4f} -> {losses[-1]:.4f}, the mean over the global batch" if losses else "-"),
+        ("local loss, last step", each_rank([r[-1] for r in values.get("local_losses", []) if r], _loss)),
+        *_orders(values.get("repeated_orders", [])),
         ("validation accuracy", percent(values["validation_accuracy"])),
         ("equals one device", _verdict(parity["ok"]) + _parity(parity)),
         ("ops as planned", _verdict(conformance["ok"]) + _conformance(conformance)),
-        ("bubble", percent(values["bubble_fraction"])),
+        *_bubbles(values),
         ("exposed communication", percent(values["exposed_communication_fraction"])),
         ("peak memory", each_rank(values["peak_memory"], size)),
+        ("memory growth", each_rank(values.get("memory_growth", []), size) + " in 100 steps"),
         ("folder", str(run_dir)),
     ]
     head = f"{values['mode']} on {values['devices']} {values['device_kind']} devices"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from engine.rules import SpecError, closest
 
@@ -15,7 +15,7 @@ class Machine:
 
     `flop_rate` is what a matmul achieves, not the peak. `cores`: where ranks are processes that share cores, how many
     there are; 0 where every rank has a device of its own. `unit`: forget the rates: a stage's forward takes 1 s, its
-    backward 2 s, everything else nothing.
+    backward `unit_backward`, everything else nothing.
     """
 
     name: str
@@ -26,6 +26,7 @@ class Machine:
     link_rate: float
     cores: int = 0
     unit: bool = False
+    unit_backward: float = 2.0
 
     def threads(self, ranks: int) -> int:
         """Cores that each of `ranks` ranks computes on when they are shared out; 1 where there are not enough."""
@@ -50,6 +51,8 @@ def _catalogue() -> dict[str, Machine]:
         link_rate=math.inf,
         unit=True,
     )
+    # As pictures of schedules are often drawn: a slot for each pass, forward or backward.
+    slots = replace(unit, name="slots", unit_backward=1.0)
     # A core of a small cloud machine, and gloo over loopback, as bench/local_rates.py measured them.
     local = Machine(
         name="local",
@@ -69,7 +72,7 @@ def _catalogue() -> dict[str, Machine]:
     h100 = Machine(
         name="h100", flop_rate=297e12, memory_rate=2.8e12, op_overhead=4e-6, link_latency=5e-6, link_rate=360e9
     )
-    return {m.name: m for m in (local, a100, h100, unit)}
+    return {m.name: m for m in (local, a100, h100, unit, slots)}
 
 
 MACHINES = _catalogue()

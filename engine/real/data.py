@@ -6,11 +6,15 @@ replicas see in step k is what one replica would see: that is what makes parity 
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch.utils.data import DistributedSampler
 
 from engine import datasets
+from engine.faults import parse_fault
 from engine.job import Job
+from engine.real import faults
 from engine.settings import TOKEN_MODELS
 
 
@@ -26,11 +30,14 @@ class Batches:
         self.size, self.per_epoch, self.device = spec.global_batch // replicas, job.batches_per_epoch, device
         self.sampler = DistributedSampler(range(len(self.x)), replicas, replica, seed=spec.seed, drop_last=True)
         self.epoch, self.order = -1, torch.empty(0, dtype=torch.long)
+        self.forgets = faults.of_rank(parse_fault(spec.fault), replica) == "order"
 
     def __call__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         epoch, batch = divmod(step, self.per_epoch)
         if epoch != self.epoch:
-            self.sampler.set_epoch(epoch)
+            if not self.forgets:
+                self.sampler.set_epoch(epoch)
             self.epoch, self.order = epoch, torch.tensor(list(self.sampler))
+            self.fingerprint = hashlib.sha256(self.order.numpy().tobytes()).hexdigest()[:12]
         chosen = self.order[batch * self.size : (batch + 1) * self.size]
         return self.x[chosen].to(self.device), self.y[chosen].to(self.device)

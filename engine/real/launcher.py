@@ -32,6 +32,7 @@ from typing import Any
 
 from engine.archive import no_place, process_start, read_error, read_json, read_steps, write_json
 from engine.modes import MODES
+from engine.real.cause import describe, find_error, is_consequence
 from engine.rules import SpecError
 
 # Whatever the first step would otherwise import in every worker; without torch._dynamo alone it takes 2.5 s.
@@ -42,14 +43,12 @@ PRELOAD = (
 
 TICK = 0.05  # seconds between looks for the file `stop` and for deadlines
 GRACE = 0.3  # from the first failure: time for its peers to say what they saw
+PATIENCE = 1.0  # the same, where the first failure is one that waited too long: its peers may be about to say so too
 TERM_TO_KILL = 0.5
 FINISH_LIMIT = 300.0
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 SIGNALS = (signal.SIGCHLD, signal.SIGTERM)
-
-# What peers say when another rank has gone. It is never the cause while there is another error.
-CONSEQUENCES = ("closed by peer", "reset by peer", "broken pipe", "timed out", "timeout", "connection refused")
 
 Work = Callable[[str, int, int], Any]  # what it returns is kept until the worker has gone
 Finish = Callable[[Path, str, dict[str, Any] | None], None]
@@ -64,6 +63,7 @@ class Child:
     exit_code: int | None = None  # None while it lives; negative: the signal that killed it
     ended: float = 0.0  # unix seconds
     signalled: bool = False  # by us, so that how it ends says nothing about the run
+    steps: int | None = None  # that a worker had finished when it was found to have ended
 
     @property
     def lives(self) -> bool:
@@ -117,8 +117,9 @@ class Run:
             worker.reap()
         alive = any(w.lives for w in self._workers)
         if self._outcome == "finished":
-            if any(w.exit_code for w in self._workers):
-                self._end("failed", wait=GRACE)
+            if failed := [w for w in self._workers if w.exit_code or self._has_left(w)]:
+                waited = any(is_consequence(read_error(self.run_dir, w.rank)) for w in failed)
+                self._end("failed", wait=PATIENCE if waited else GRACE)
             elif alive and self._asked_to_stop():
                 self._end("stopped", wait=0.0)
         now = time.monotonic()
@@ -148,6 +149,12 @@ class Run:
         """Raises FileNotFoundError when the whole folder was deleted."""
         return "stop" in os.listdir(self.run_dir)
 
+    def _has_left(self, worker: Child) -> bool:
+        """Ended as if all were well, before its last step: its peers wait for it."""
+        if worker.exit_code == 0 and worker.steps is None:
+            worker.steps = len(read_steps(self.run_dir, worker.rank))
+        return worker.exit_code == 0 and worker.steps < self._status["total_steps"]
+
     def _end(self, outcome: str, wait: float) -> None:
         self._outcome = outcome
         self._term_at = time.monotonic() + wait
@@ -159,7 +166,7 @@ class Run:
 
     def _begin_finish(self) -> None:
         if self._outcome == "failed" and self._error is None:
-            self._error = find_error(self.run_dir, self._workers)
+            self._error = find_error(self.run_dir, self._workers, self._status["total_steps"])
         self._write(state="finishing", error=self._error)
         finish = functools.partial(self._finish, self.run_dir, self._outcome, self._error)
         self._finisher = Child(fork(finish, self.run_dir / "finish.log", self._private_fds), None)
@@ -187,41 +194,6 @@ class Run:
         write_json(self.run_dir / "status.json", self._status)
 
 
-def describe(child: Child) -> str:
-    """How a process ended, in words."""
-    name = "the finisher" if child.rank is None else f"rank {child.rank}"
-    if child.exit_code >= 0:
-        return f"{name} exited with code {child.exit_code} and said nothing"
-    names = {s.value: f" ({s.name})" for s in signal.Signals}  # realtime signals have none
-    return f"{name} was killed by signal {-child.exit_code}{names.get(-child.exit_code, '')}"
-
-
-def find_error(run_dir: Path, workers: list[Child]) -> dict[str, Any] | None:
-    """The one failure that explains the others, as {rank, step, op, message}.
-
-    In this order: killed by a signal that we did not send; exited without a word; said the earliest error; said that
-    a peer had gone. How peers end within the grace says nothing of the cause, and they may even be noticed first.
-    """
-    candidates = []
-    for worker in workers:
-        said = read_error(run_dir, worker.rank)
-        if said is not None:
-            consequence = any(phrase in str(said.get("message")).lower() for phrase in CONSEQUENCES)
-            candidates.append((3 if consequence else 2, said.get("time", worker.ended), worker.rank, said))
-        elif worker.exit_code and not worker.signalled:
-            # An abort is a consequence too, where a backend's own thread sees that a peer has gone.
-            order = 2 if worker.exit_code == -signal.SIGABRT else 0 if worker.exit_code < 0 else 1
-            candidates.append((order, worker.ended, worker.rank, {"message": describe(worker)}))
-    if not candidates:
-        return None
-    *_, rank, said = min(candidates, key=lambda c: c[:3])
-    step = said.get("step")
-    if step is None:
-        steps = read_steps(run_dir, rank)
-        step = steps[-1]["step"] if steps else None
-    return {"rank": rank, "step": step, "op": said.get("op"), "message": said.get("message")}
-
-
 def _train(work: Work, run_dir: Path, rank: int, world_size: int) -> Any:
     """In a worker: train, or write down what went wrong."""
     # For what is loaded from here on; torch has been, so the worker tells it itself.
@@ -231,7 +203,7 @@ def _train(work: Work, run_dir: Path, rank: int, world_size: int) -> Any:
     except BaseException as error:
         name = "" if isinstance(error, SpecError) else type(error).__name__
         said = {
-            "rank": rank,
+            "rank": getattr(error, "rank", rank),
             "step": getattr(error, "step", None),
             "op": getattr(error, "op", None),
             "message": ": ".join(part for part in (name, str(error)) if part),

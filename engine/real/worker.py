@@ -19,18 +19,15 @@ import torch
 import torch.distributed as dist
 
 from engine import modes
-from engine.faults import Fault, parse_fault
+from engine.faults import parse_fault
 from engine.job import Job, prepare
-from engine.real import models
+from engine.real import agree, faults, models
 from engine.real.data import Batches
 from engine.real.parity import Parity
 from engine.real.recorder import Recorder
 from engine.real.training import Place, Training, mark_updates, update, whole
 from engine.settings import ONE_PROCESS_MODES
 from engine.spec import Spec
-
-# A peer that says nothing for this long is taken for lost: a hang becomes an error that names the operation.
-TIMEOUT = timedelta(seconds=60)
 
 
 def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") -> Training:
@@ -44,18 +41,24 @@ def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(world_size, job.spec.devices)))
     _peak_memory(device)
     if job.spec.mode not in ONE_PROCESS_MODES:
-        _join(folder, rank, world_size, device, rendezvous)
+        _join(folder, rank, world_size, device, rendezvous, job.spec.timeout)
     origin = round(json.loads((folder / "status.json").read_text())["created"] * 1e9)
     recorder = Recorder(folder / f"rank{rank}.jsonl", rank, origin, enabled=job.spec.record)
     place = Place(rank, world_size, device, recorder, folder)
     signal.signal(signal.SIGTERM, lambda *_: _leave(recorder))
-    step = -1
+    fault, step = parse_fault(job.spec.fault), -1
     try:
+        if world_size > 1:
+            kind = faults.of_rank(fault, rank)
+            agree.check(faults.altered(job, kind), place, scale=2.0 if kind == "weights" else 1.0)
         training = modes.run(job.spec.mode).training(job, place)
         mark_updates(training.optimizer, recorder)
         parity = Parity(job, place, training)
         with (folder / f"rank{rank}.steps.jsonl").open("a", encoding="utf-8") as steps:
             for step in range(job.steps):
+                if faults.of_rank(fault, rank, step) == "leave":
+                    recorder.flush()
+                    return training
                 line = _one_step(job, place, training, parity, step)
                 steps.write(json.dumps(line) + "\n")
                 steps.flush()
@@ -80,15 +83,17 @@ def _device(job: Job, rank: int) -> torch.device:
     return device
 
 
-def _join(folder: Path, rank: int, world_size: int, device: torch.device, rendezvous: str) -> None:
+def _join(folder: Path, rank: int, world_size: int, device: torch.device, rendezvous: str, timeout: float) -> None:
     """Meet the other ranks: on one machine through a fresh file in the run folder and over loopback, whatever the
-    machine's name resolves to; else as the environment says."""
+    machine's name resolves to; else as the environment says. One that says nothing for `timeout` seconds is taken for
+    lost: a hang becomes an error that names the operation."""
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     where: dict = {"init_method": "env://"}
     if rendezvous == "file":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         where = {"store": dist.FileStore(str(folder / "store"), world_size)}
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=TIMEOUT, **where)
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=limit, **where)
 
 
 def _leave(recorder: Recorder) -> None:
@@ -99,17 +104,16 @@ def _leave(recorder: Recorder) -> None:
 
 def _one_step(job: Job, place: Place, training: Training, parity: Parity, step: int) -> dict:
     fault = parse_fault(job.spec.fault)
-    _break(fault, place.rank, step)
     recorder = place.recorder
+    faults.begin_step(fault, place, training, step)
     start = time.time_ns()
     recorder.begin_step(step)
-    if fault and fault.kind == "slow" and fault.rank == place.rank and step >= fault.step:
+    if faults.of_rank(fault, place.rank, step) == "slow":
         time.sleep(fault.seconds)
     with models.counting() as routed:
         loss = training.make_gradients(step)
-    if fault and fault.kind == "gradient" and fault.rank == place.rank and step >= fault.step:
-        for parameter in training.held().values():
-            parameter.grad *= 1.5
+    _check_gradients(training)
+    faults.after_gradients(fault, place, training, step)
     parity.keep_gradients(step, loss, routed)
     update(training, recorder)
     recorder.end_step()
@@ -121,23 +125,31 @@ def _one_step(job: Job, place: Place, training: Training, parity: Parity, step: 
         "loss": loss,
         "samples": job.spec.global_batch,
         "memory": _peak_memory(place.device),
-    } | ({"routed": routed} if routed else {})
+        "resident": _resident_now(),
+        **_order(training),
+        **({"routed": routed} if routed else {}),
+    }
 
 
-def _break(fault: Fault | None, rank: int, step: int) -> None:
-    """Faults that end a worker, on purpose."""
-    if fault is None or fault.rank != rank or fault.step != step:
-        return
-    if fault.kind == "raise":
-        raise RuntimeError(f"raised on purpose: fault raise@{rank}:{step}")
-    if fault.kind == "exit":
-        os._exit(7)
-    if fault.kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+def _check_gradients(training: Training) -> None:
+    """A parameter outside of the loss gets no gradient, and peers that have one wait for this rank's for ever."""
+    if missing := [name for name, parameter in training.held().items() if parameter.grad is None]:
+        raise RuntimeError(f"no gradient for {', '.join(missing)}: on this rank they took no part in the loss")
 
 
 def _resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _resident_now() -> int:
+    """Bytes of this process in memory: proc(5), second field of /proc/self/statm, in pages."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _order(training: Training) -> dict:
+    """The epoch, and a fingerprint of the order of this rank's samples in it, where it loads any."""
+    batches = getattr(training, "batches", None)
+    return {"epoch": batches.epoch, "order": batches.fingerprint} if batches and batches.epoch >= 0 else {}
 
 
 _AT_START: dict[int, int] = {}

@@ -223,3 +223,13 @@ def test_a_run_with_experts_shows_how_many_tokens_each_got(lab: Lab, record: Cal
     drawn = [json.loads(chart.proto.spec) for chart in app.get("plotly_chart")]
     assert [300, 0, 12, 200] in [figure["data"][0]["y"][:4] for figure in drawn if figure["data"][0]["type"] == "bar"]
     assert "Tokens of each expert" not in words(lab(f"run={record(Spec(mode='ddp')).name}"))
+
+
+def test_losses_of_single_ranks_stand_beside_their_mean_and_a_repeated_order_is_red(
+    lab: Lab, record: Callable[..., Path]
+):
+    repeated = [{"rank": 1, "epoch": 2, "like": 0}]
+    run = record(Spec(), local_losses=[[2.0, 1.0], [2.0, 0.5]], repeated_orders=repeated)
+    said = words(lab(f"run={run.name}"))
+    assert "single ranks, last step: 0.5 to 1" in said
+    assert ":red[Rank 1 saw epoch 2 in the order of epoch 0: set_epoch was not called.]" in said

@@ -35,8 +35,8 @@ def call(capsys, *words: str) -> tuple[int, str, str]:
     return status, out, err
 
 
-def engine_process(*words: str, **options) -> subprocess.Popen:
-    command = [sys.executable, "-m", "engine", *words]
+def engine_process(*words: str, program: tuple[str, ...] = ("-m", "engine"), **options) -> subprocess.Popen:
+    command = [sys.executable, *program, *words]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
@@ -133,8 +133,14 @@ def test_options_win_over_the_spec_file(tmp_path, capsys):
     assert json.loads(out)["step_time"] == (4 + 4 - 1) * 3
 
 
+@pytest.fixture
+def shared(launcher, monkeypatch):
+    """The command line in this process takes the session's launcher, which is warm, for its own."""
+    monkeypatch.setattr("engine.launch.default_launcher", lambda: launcher)
+
+
 @pytest.mark.real
-def test_a_run_prints_its_result_and_can_be_shown_and_exported(runs_dir, tmp_path, capsys):
+def test_a_run_prints_its_result_and_can_be_shown_and_exported(runs_dir, tmp_path, capsys, shared):
     place = ["--runs-dir", str(runs_dir)]
     words = "run --mode ddp --devices 2 --model mlp --dataset synthetic --steps 4 --device cpu --json".split()
     status, out, _ = call(capsys, *words, *place)
@@ -172,7 +178,7 @@ def test_a_run_prints_its_result_and_can_be_shown_and_exported(runs_dir, tmp_pat
 
 
 @pytest.mark.real
-def test_a_run_that_fails_says_so_in_its_status(runs_dir, capsys):
+def test_a_run_that_fails_says_so_in_its_status(runs_dir, capsys, shared):
     words = "run --mode ddp --devices 2 --model mlp --steps 4 --device cpu --fault raise@1:2 --json".split()
     status, out, _ = call(capsys, *words, "--runs-dir", str(runs_dir))
     result = json.loads(out)
@@ -202,13 +208,29 @@ def running(runs_dir: Path, process: subprocess.Popen) -> dict:
 
 
 LONG = "run --mode ddp --devices 2 --model mlp --steps 100000 --device cpu --json".split()
+# The command itself, with workers that only count: to import torch would take most of these tests' time.
+COUNTING = """
+import sys
+from engine import __main__, launch
+from tests.engine.test_launcher import OPTIONS
+launcher = launch.Launcher([*OPTIONS[:-1], "engine.finish:finish"])
+launch.default_launcher = lambda: launcher
+sys.exit(__main__.main())
+"""
 
 
 @pytest.mark.real
 @pytest.mark.alone
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_however_the_command_ends_no_worker_is_left(number, runs_dir):
-    with engine_process(*LONG, "--runs-dir", str(runs_dir)) as process:
+@pytest.mark.parametrize(
+    ("number", "program"),
+    [
+        (signal.SIGINT, ("-c", COUNTING)),
+        (signal.SIGTERM, ("-c", COUNTING)),
+        (signal.SIGKILL, ("-m", "engine")),
+    ],
+)
+def test_however_the_command_ends_no_worker_is_left(number, program, runs_dir):
+    with engine_process(*LONG, "--runs-dir", str(runs_dir), program=program) as process:
         status = running(runs_dir, process)
         began = time.monotonic()
         process.send_signal(number)

@@ -13,7 +13,8 @@ import pytest
 from engine import archive
 from engine.job import prepare
 from engine.launch import Handle, RankProgress, default_launcher, open_handle, start
-from engine.real.launcher import Child, find_error
+from engine.real.cause import find_error
+from engine.real.launcher import Child
 from engine.rules import SpecError
 from engine.spec import Spec
 
@@ -50,11 +51,46 @@ def test_the_error_is_the_cause_in_every_order_of_ranks(tmp_path):
             folder = tmp_path / f"{number}-{ranks[0]}"
             folder.mkdir()
             workers = sorted([first(folder, ranks[0]), second(folder, ranks[1])], key=lambda w: w.rank)
-            assert find_error(folder, workers)["rank"] == ranks[0], (number, ranks)
+            assert find_error(folder, workers, total_steps=0)["rank"] == ranks[0], (number, ranks)
 
 
 def test_workers_that_we_ended_are_no_error(tmp_path):
-    assert find_error(tmp_path, [ended(0, 0, 1.0), ended(1, -signal.SIGTERM, 1.0, signalled=True)]) is None
+    workers = [ended(0, 0, 1.0), ended(1, -signal.SIGTERM, 1.0, signalled=True)]
+    assert find_error(tmp_path, workers, total_steps=0) is None
+
+
+TIMED_OUT = "RuntimeError: Timed out waiting 4000ms for recv operation to complete"
+
+
+def test_one_that_ended_well_before_its_last_step_is_what_its_peers_waited_for(tmp_path):
+    write_steps(tmp_path, 0, [1.0, 1.0], 1.0)
+    write_steps(tmp_path, 1, [1.0], 1.0)
+    workers = [say(tmp_path, 0, "Connection reset by peer", 1.0), ended(1, 0, 2.0)]
+    error = find_error(tmp_path, workers, total_steps=4)
+    assert (error["rank"], error["message"]) == (1, "rank 1 ended after 1 of 4 steps; its peers waited for it")
+
+
+def test_of_those_that_said_nothing_the_one_that_is_behind_kept_the_others_waiting(tmp_path):
+    """Rank 3 has not timed out yet: it waits as rank 0 does, a step ahead of rank 2."""
+    for rank, done in enumerate((3, 3, 2, 3)):
+        write_steps(tmp_path, rank, [1.0] * done, 1.0)
+    silent = [ended(rank, -signal.SIGKILL, 3.0, signalled=True) for rank in (2, 3)]
+    workers = [say(tmp_path, 0, TIMED_OUT, 2.0), say(tmp_path, 1, "Connection closed by peer", 1.0), *silent]
+    error = find_error(tmp_path, workers, total_steps=4)
+    assert (error["rank"], error["step"]) == (2, 1)
+    assert error["message"] == f"rank 2 did not answer; rank 0 waited: {TIMED_OUT}"
+
+
+@pytest.mark.parametrize("alone", [0, 1, 2])
+def test_of_ranks_that_wait_for_each_other_the_one_in_another_operation_is_named(alone, tmp_path):
+    for rank in range(3):
+        say(tmp_path, rank, TIMED_OUT, 1.0 + rank)
+        path = tmp_path / f"rank{rank}.error.json"
+        archive.write_json(path, archive.read_json(path) | {"op": "broadcast" if rank == alone else "backward"})
+    error = find_error(tmp_path, [ended(rank, 1, 1.0) for rank in range(3)], total_steps=4)
+    assert (error["rank"], error["step"], error["op"]) == (alone, 1, "broadcast")
+    others = ", ".join(str(rank) for rank in range(3) if rank != alone)
+    assert f"rank {alone} in broadcast" in error["message"] and f"rank {others} in backward" in error["message"]
 
 
 # --- progress, from files alone ---------------------------------------------------------------------------------------

@@ -49,7 +49,8 @@ def train(run_dir: str, rank: int, world_size: int) -> None:
             if step == STEP:
                 act(behaviour, folder, world_size)
             now = time.time()
-            file.write(json.dumps({"step": step, "start": now, "end": now, "loss": 1.0, "samples": 8}) + "\n")
+            line = {"step": step, "start": now, "end": now, "loss": 1.0, "samples": 8, "memory": 0}
+            file.write(json.dumps(line) + "\n")
             file.flush()
 
 
@@ -181,21 +182,35 @@ def test_a_run_that_succeeds(run):
     assert handle.done and not living(archive.read_status(handle.run_dir)["worker_pids"])
 
 
-@pytest.mark.parametrize(
-    ("does", "message", "step", "op"),
-    [
-        ("raise", "ValueError: this was meant", STEP, "all_reduce"),
-        # Who said nothing was last seen when it finished a step.
-        ("exit", "rank 1 exited with code 3 and said nothing", STEP - 1, None),
-        ("signal 9", "rank 1 was killed by signal 9 (SIGKILL)", STEP - 1, None),
-        ("signal 11", "rank 1 was killed by signal 11 (SIGSEGV)", STEP - 1, None),
-        ("signal 6", "rank 1 was killed by signal 6 (SIGABRT)", STEP - 1, None),
-    ],
-)
+FAILURES = {
+    "raise": ("ValueError: this was meant", STEP, "all_reduce"),
+    # Who said nothing was last seen when it finished a step.
+    "exit": ("rank 1 exited with code 3 and said nothing", STEP - 1, None),
+    "signal 9": ("rank 1 was killed by signal 9 (SIGKILL)", STEP - 1, None),
+    "signal 11": ("rank 1 was killed by signal 11 (SIGSEGV)", STEP - 1, None),
+    "signal 6": ("rank 1 aborted (signal 6)", STEP - 1, None),
+}
+
+
+@pytest.fixture(scope="module")
+def failing(shared, tmp_path_factory) -> dict[tuple[str, str], Handle]:
+    """One run for each way to fail and each way in which peers take it; all go on at once."""
+    handles = {}
+    for does in FAILURES:
+        for peers in ("hang", "tell"):
+            runs_dir = tmp_path_factory.mktemp("failing")
+            behaviour = {"1": f"late {does}" if peers == "tell" else does, "0": peers, "2": peers}
+            archive.write_json(runs_dir / "behaviour.json", behaviour)
+            handles[does, peers] = shared.start(job_of(devices=3), runs_dir)
+    return handles
+
+
+@pytest.mark.parametrize("does", FAILURES)
 @pytest.mark.parametrize("peers", ["hang", "tell"])
-def test_the_rank_that_failed_is_named_whatever_its_peers_do(run, does, message, step, op, peers):
+def test_the_rank_that_failed_is_named_whatever_its_peers_do(failing, does, peers):
     """With "tell" the peers report the closed connection before the rank itself has gone."""
-    handle = run({1: f"late {does}" if peers == "tell" else does, 0: peers, 2: peers}, devices=3)
+    handle = failing[does, peers]
+    message, step, op = FAILURES[does]
     error = {"rank": 1, "step": step, "op": op, "message": message}
     assert handle.result(SOON) == {"state": "failed", "error": error}
     progress = handle.poll()

@@ -20,17 +20,11 @@ pytestmark = pytest.mark.real
 SHORT = {"steps": 4, "device": "cpu"}
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+@pytest.mark.parametrize("devices", [1, 3, 4])  # two: in the next test
 @pytest.mark.parametrize("mode", ["data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "layer_split", "pipeline"])
 def test_every_mode_equals_one_device_and_does_what_was_planned(mode, devices, launcher, runs_dir):
     spec = Spec(mode=mode, devices=devices, model="cnn", global_batch=12, **SHORT)
     holds(finished(spec, launcher, runs_dir))
-
-
-def test_one_device_equals_itself(launcher, runs_dir):
-    result = finished(Spec(mode="single", devices=1, model="mlp", **SHORT), launcher, runs_dir)
-    holds(result)
-    assert result["parity"]["loss_max_abs_diff"] == result["parity"]["grad_max_rel_diff"] == 0.0
 
 
 @pytest.mark.parametrize("mode", ["data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "layer_split", "pipeline"])
@@ -38,6 +32,12 @@ def test_a_transformer_under_adamw(mode, launcher, runs_dir):
     sizes = {"layers": 2, "hidden": 32, "heads": 2, "context": 16}
     spec = Spec(mode=mode, devices=2, model="gpt", **sizes, optimizer="adamw", lr=1e-3, global_batch=16, **SHORT)
     holds(finished(spec, launcher, runs_dir))
+
+
+def test_one_device_equals_itself(launcher, runs_dir):
+    result = finished(Spec(mode="single", devices=1, model="mlp", **SHORT), launcher, runs_dir)
+    holds(result)
+    assert result["parity"]["loss_max_abs_diff"] == result["parity"]["grad_max_rel_diff"] == 0.0
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -81,8 +81,8 @@ def test_eight_ranks_share_a_model_of_uneven_rows(mode, launcher, runs_dir):
     holds(finished(spec, launcher, runs_dir))
 
 
-@pytest.mark.parametrize(("dp", "fsdp"), [(1, 4), (2, 2), (4, 1)])
-def test_replicas_of_shards_on_every_mesh_of_four(dp, fsdp, launcher, runs_dir):
+@pytest.mark.parametrize(("dp", "fsdp"), [(1, 4), (4, 1)])
+def test_replicas_of_shards_on_the_other_meshes_of_four(dp, fsdp, launcher, runs_dir):
     holds(finished(Spec(mode="hsdp", devices=4, dp=dp, fsdp=fsdp, model="mlp", **SHORT), launcher, runs_dir))
 
 
@@ -157,7 +157,7 @@ def test_a_slow_rank_keeps_the_others_waiting(launcher, runs_dir):
 def test_many_runs_leave_nothing_hanging(launcher, runs_dir):
     """A process group that is destroyed at the end of a run hangs now and then (see docs/decisions)."""
     spec = Spec(mode="ddp", devices=4, model="mlp", layers=1, hidden=16, steps=1, parity_steps=1, device="cpu")
-    for _ in range(10):
+    for _ in range(5):
         assert start(spec, runs_dir=runs_dir, launcher=launcher).result(timeout=60)["status"] == "finished"
 
 

@@ -10,19 +10,21 @@ from tests.engine.proof import finished, holds
 
 pytestmark = pytest.mark.real
 
-SHORT = {"steps": 3, "device": "cpu"}
+# pytorch#132644: pipelines once hung on gloo. A rank that waits for 30 s ends its run.
+SHORT = {"steps": 3, "device": "cpu", "timeout": 30.0}
 SEVERAL_STAGES = ("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
 ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")  # their microbatches go in rounds: three of two
 
 
 @pytest.mark.parametrize(
     ("schedule", "devices", "microbatches"),
-    [(schedule, devices, None) for schedule in SEVERAL_STAGES for devices in (2, 4)]
+    [(schedule, 4, None) for schedule in SEVERAL_STAGES]
     + [(schedule, 4, 1) for schedule in SEVERAL_STAGES[:-1]]
     + [(schedule, 2, 6) for schedule in ROUNDS],
 )
 def test_every_schedule_with_several_stages_a_rank(schedule, devices, microbatches, launcher, runs_dir):
-    """With twice as many microbatches as ranks (the fewest that dualpipev allows), with one, and with three rounds."""
+    """With twice as many microbatches as ranks (the fewest that dualpipev allows), with one, and with three rounds. Two
+    ranks, and one and three: below."""
     sizes = {"model": "mlp", "layers": 7, "hidden": 16, "global_batch": 48}
     spec = Spec(mode="pipeline", schedule=schedule, devices=devices, microbatches=microbatches, **sizes, **SHORT)
     result = finished(spec, launcher, runs_dir)

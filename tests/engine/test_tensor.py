@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from engine import modes
@@ -207,11 +209,27 @@ def _local_bytes(tensor) -> int:
 # --- real runs ------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def on_two(launcher, tmp_path_factory):
+    """Mode -> the result of its run on two ranks, and its last step: one run for all tests that look at it."""
+
+    @functools.cache
+    def on_two(mode: str) -> tuple[dict, Timeline]:
+        runs_dir = tmp_path_factory.mktemp("on_two")
+        result = finished(Spec(mode=mode, devices=2, **SMALL, **SHORT), launcher, runs_dir)
+        return result, Timeline.load(runs_dir / result["run_id"] / "timeline.parquet").step(3)
+
+    return on_two
+
+
 @pytest.mark.real
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
 @pytest.mark.parametrize("mode", ["tensor", "sequence"])
-def test_a_transformer_equals_one_device_and_does_what_was_planned(mode, devices, launcher, runs_dir):
-    holds(finished(Spec(mode=mode, devices=devices, **SMALL, **SHORT), launcher, runs_dir))
+def test_a_transformer_equals_one_device_and_does_what_was_planned(mode, devices, on_two, launcher, runs_dir):
+    if devices == 2:
+        holds(on_two(mode)[0])
+    else:
+        holds(finished(Spec(mode=mode, devices=devices, **SMALL, **SHORT), launcher, runs_dir))
 
 
 @pytest.mark.real
@@ -242,10 +260,9 @@ def test_linear_layers_in_pairs(devices, settings, launcher, runs_dir):
 
 
 @pytest.mark.real
-def test_a_collective_is_named_by_what_was_called(launcher, runs_dir):
+def test_a_collective_is_named_by_what_was_called(on_two):
     """gloo carries out a reduce-scatter as an all-reduce of the same tensor; only the call knows."""
-    result = finished(Spec(mode="sequence", devices=2, **SMALL, **SHORT), launcher, runs_dir)
-    timeline = Timeline.load(runs_dir / result["run_id"] / "timeline.parquet").step(3)
+    _, timeline = on_two("sequence")
     kinds = timeline["kind"][(timeline["rank"] == 1) & (timeline["lane"] == "tp")].tolist()
     assert {kind: kinds.count(kind) for kind in kinds} == {
         "all_gather": 4 * LAYERS + 3, "reduce_scatter": 4 * LAYERS + 2, "all_reduce": 2 * LAYERS + 1 + 3,
@@ -253,9 +270,8 @@ def test_a_collective_is_named_by_what_was_called(launcher, runs_dir):
 
 
 @pytest.mark.real
-def test_compute_does_not_count_the_time_in_which_a_rank_waits(launcher, runs_dir):
-    result = finished(Spec(mode="tensor", devices=2, **SMALL, **SHORT), launcher, runs_dir)
-    timeline = Timeline.load(runs_dir / result["run_id"] / "timeline.parquet").step(3)
+def test_compute_does_not_count_the_time_in_which_a_rank_waits(on_two):
+    _, timeline = on_two("tensor")
     spans = sorted((s for s in timeline.spans() if s.rank == 0), key=lambda s: s.start)
     moves, computes = ([s for s in spans if s.lane == lane] for lane in ("tp", "compute"))
     both = sum(max(0.0, min(c.end, m.end) - max(c.start, m.start)) for c in computes for m in moves)

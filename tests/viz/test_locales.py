@@ -12,7 +12,19 @@ import pytest
 from engine import archive, modes
 from engine.cost.machine import MACHINES
 from engine.rules import RULES, SpecError
-from engine.spec import ATTENTIONS, BALANCES, DATASETS, DEVICES, MODELS, MODES, OPTIMIZERS, SCHEDULES, WANTED, Spec
+from engine.spec import (
+    ATTENTIONS,
+    BALANCES,
+    DATASETS,
+    DEVICES,
+    MODELS,
+    MODES,
+    OPTIMIZERS,
+    RECEIVES,
+    SCHEDULES,
+    WANTED,
+    Spec,
+)
 from viz.figures import words
 from viz.locales import LANGUAGES, read, text
 from viz.locales.engine import explain, help_of, lesson, phrase
@@ -73,6 +85,7 @@ def test_every_choice_setting_and_state_has_a_name(language: str):
         "balance": BALANCES,
         "optimizer": OPTIMIZERS,
         "device": DEVICES,
+        "receives": RECEIVES,
         "machine": MACHINES,
         "state": {*archive.STATES, *archive.FINAL},
         "setting": {f.name for f in fields(Spec)} - {"mode"},

@@ -23,9 +23,10 @@ def show_numbers(shown: Shown, text: Catalogue) -> None:
     """One predicted step, in five numbers."""
     summary = shown.summary
     machine = text.name("machine", summary["machine"])
+    batch = {name: summary[name] for name in ("global_batch", "replicas", "local_batch")}
     over_ideal = percent(summary["bubble_over_ideal"])
     cells = {
-        "step_time": (duration(summary["step_time"]), {"machine": machine}),
+        "step_time": (duration(summary["step_time"]), {"machine": machine} | batch),
         "bubble": (percent(summary["bubble_fraction"]), {"over_ideal": over_ideal}),
         "exposed": (percent(summary["exposed_communication_fraction"]), {}),
         "bytes": (show_bytes(sum(summary["bytes_sent"])), {"devices": summary["devices"]}),

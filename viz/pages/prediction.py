@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import streamlit as st
 
-from engine.analyse import bubble_over_ideal
 from engine.predict import Prediction, predict
 from engine.rules import SpecError, closest
 from engine.spec import Spec
@@ -26,7 +25,7 @@ class Shown(NamedTuple):
 def predicted(settings: tuple[tuple[str, str], ...]) -> Shown:
     """Of settings as the URL has them. Raises SpecError."""
     prediction = predict(Spec.from_params(dict(settings)))
-    summary = prediction.summary() | {"bubble_over_ideal": bubble_over_ideal(prediction.timeline)}
+    summary = prediction.summary()
     return Shown(prediction, summary, None)
 
 

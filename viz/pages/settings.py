@@ -27,6 +27,7 @@ ROWS = (
     ("attention", "balance"),
     ("bucket_mb",),
     ("stages_per_rank", "split"),
+    ("receives",),
     ("model", "dataset"),
     ("layers", "hidden"),
     ("heads", "context"),
@@ -39,7 +40,7 @@ MORE = (
     ("epochs", "seed"),
     ("parity_steps", "record"),
     ("data_dir",),
-    ("fault",),
+    ("timeout", "fault"),
 )
 LARGEST = 2**53 - 1  # the largest whole number that a browser keeps exact
 MAX_FIXES = 4

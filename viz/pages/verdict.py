@@ -123,8 +123,14 @@ def _learning(result: Mapping[str, Any], text: Catalogue) -> None:
         words.append(text("learning.accuracy", accuracy=percent(accuracy)))
     if losses:
         words.append(text("learning.loss", first=f"{losses[0]:.3g}", last=f"{losses[-1]:.3g}"))
+    last = [rows[-1] for rows in result.get("local_losses", []) if rows and rows[-1] is not None]
+    if len(set(last)) > 1:
+        words.append(text("learning.local", low=f"{min(last):.3g}", high=f"{max(last):.3g}"))
     words.append(text("learning.steps", steps=len(result["losses"])))
-    _card(text("learning.title"), "", headline, " · ".join(words))
+    detail = " · ".join(words)
+    if repeated := result.get("repeated_orders"):
+        detail += f"  \n:red[{text('learning.repeated', **repeated[0])}]"
+    _card(text("learning.title"), "", headline, detail)
 
 
 def _small(value: float | None) -> str:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 
 from engine.job import Job
 from engine.real import models
+from engine.real.averaging import check_averages
 from engine.real.data import Batches
 from engine.real.recorder import Event
 from engine.real.training import LocalTraining, Place
@@ -26,6 +27,7 @@ def training(job: Job, place: Place) -> LocalTraining:
 
 
 def sharded_training(job: Job, place: Place, mesh: DeviceMesh, *, reshard_after_forward: bool) -> LocalTraining:
+    check_averages(mesh, place.device)
     chain = models.build(job).to(place.device)
     for unit in [*chain.children(), chain]:
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)

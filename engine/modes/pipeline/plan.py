@@ -9,6 +9,7 @@ from engine.job import Job
 from engine.plan import Mesh, Op, Plan, Program
 from engine.schedules import messages
 
+ADD_MESSAGES = {"late": messages.add_late, "early": messages.add_early}
 ONE_STAGE = ("gpipe", "1f1b")  # one stage a rank, and every backward whole
 
 
@@ -17,7 +18,7 @@ def plan(job: Job, step: int) -> Plan:
     shape = (spec.schedule, spec.devices, spec.stages_per_rank)
     placement, pipelines = schedules.placement(*shape), schedules.pipelines(*shape)
     order = schedules.order(spec.schedule, spec.devices, spec.microbatches, spec.stages_per_rank)
-    if spec.schedule in ONE_STAGE:
+    if spec.schedule in ONE_STAGE and spec.receives == "late":
         ops = [_one_stage(job, stage, actions) for stage, actions in enumerate(order)]
     else:
         rank_of = schedules.ranks_of(placement)
@@ -31,7 +32,7 @@ def plan(job: Job, step: int) -> Plan:
                 before=_load(job, placement[rank], pipelines),
                 after=[*_exchange(job, placement[rank], pipelines), _optimizer(job, placement[rank])],
             )
-            for rank, actions in enumerate(messages.add_late(order, pipelines))
+            for rank, actions in enumerate(ADD_MESSAGES[spec.receives](order, pipelines))
         ]
     programs = []
     for rank, stages in enumerate(placement):
