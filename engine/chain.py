@@ -5,8 +5,10 @@ Shared by the plans of all modes, so that the same layer costs the same wherever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
+from engine.job import Job
 from engine.plan import Op
 from engine.shapes import FP32, Layer
 from engine.spec import Spec
@@ -61,6 +63,19 @@ def whole_stage(ops: Sequence[Op]) -> Op:
 
 def load(sample_bytes: int, samples: int) -> Op:
     return Op(kind="load", payload="batch", bytes=sample_bytes * samples)
+
+
+def microsteps(job: Job, passes: Callable[[int, bool], Sequence[Op]]) -> list[Op]:
+    """The loads and `passes(k, whether gradients are reduced after it)` of every micro-step k, which all its ops carry.
+
+    Where there is just one, its index says nothing, and a load and a collective carry none.
+    """
+    count, ops = job.microsteps, []
+    for k in range(count):
+        synced = bool(job.spec.sync_every_microstep) or k == count - 1
+        step = [load(job.sample_bytes, job.micro_batch), *passes(k, synced)]
+        ops += step if count == 1 else [dataclasses.replace(op, microbatch=k) for op in step]
+    return ops
 
 
 def optimizer(layers: Sequence[Layer], spec: Spec) -> Op:

@@ -134,6 +134,7 @@ def _check_microbatches(spec: Spec) -> Spec:
 
 
 def check_batch(spec: Spec, num_train: int) -> None:
+    """Rules about the batch as a whole; how a rank's part of it is cut into micro-steps comes last."""
     if spec.global_batch > num_train:
         step = math.lcm(spec.devices if spec.mode in DATA_MODES else 1, spec.microbatches or 1)
         good = [num_train // step * step] if num_train >= step else []
@@ -144,3 +145,7 @@ def check_batch(spec: Spec, num_train: int) -> None:
         below = spec.global_batch // spec.devices * spec.devices
         good = [b for b in (below, below + spec.devices) if 0 < b <= num_train]
         raise SpecError("batch_by_devices", "global_batch", spec.global_batch, suggest=good, devices=spec.devices)
+    local = spec.global_batch // (spec.devices if spec.mode in DATA_MODES else 1)
+    if local % (spec.accumulate or 1):
+        good = nearest([d for d in range(1, local + 1) if local % d == 0], spec.accumulate)
+        raise SpecError("batch_by_microsteps", "accumulate", spec.accumulate, suggest=good, batch=local)

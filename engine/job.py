@@ -24,6 +24,7 @@ from engine.settings import (
     MODEL_DEFAULTS,
     ONE_PROCESS_MODES,
     PLANNED_ONLY,
+    REASONS,
     STAGE_MODES,
     TENSOR_MODES,
     degrees,
@@ -57,6 +58,16 @@ class Job:
     def local_batch(self) -> int:
         """Samples that one device sees in a step."""
         return self.spec.global_batch // self.replicas
+
+    @property
+    def microsteps(self) -> int:
+        """Passes through the model, each with its own part of the local batch, before one optimizer step."""
+        return self.spec.accumulate or 1
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples that one device sees in a micro-step."""
+        return self.local_batch // self.microsteps
 
     @property
     def processes(self) -> int:
@@ -153,6 +164,8 @@ def _check_applies(spec: Spec) -> None:
         for name in dict.fromkeys([*also, *(n for s in settings.values() for n in s)]):
             if name not in settings[of] and getattr(spec, name) is not None:
                 word = "model" if settings is MODEL_DEFAULTS else "mode"
+                if name in REASONS and of in REASONS[name]:
+                    raise SpecError("option_of_mode", name, getattr(spec, name), mode=of, reason=REASONS[name][of])
                 raise SpecError("does_not_apply", name, getattr(spec, name), to=f"the {word} {of}")
 
 

@@ -25,6 +25,29 @@ MODE_SETTINGS = {
     "tensor": {},
     "sequence": {},
 }
+# Options of the training itself: the default, and the modes that have them.
+REPLICA_MODES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")  # each rank runs whole passes, and gradients are reduced
+OPTIONS = {
+    "accumulate": (1, ("single", *REPLICA_MODES)),
+    "sync_every_microstep": (False, REPLICA_MODES),
+}
+for _option, (_default, _modes) in OPTIONS.items():
+    for _mode in _modes:
+        MODE_SETTINGS[_mode][_option] = _default
+# Why a mode has not got an option that one might look for there.
+_OWN_MICROBATCHES = "a pipeline adds up the gradients of its microbatches as it is"
+_WHOLE_BATCH = "all of its devices work on the same samples, and nothing is saved by cutting them"
+_SCATTERED = "it scatters the batch anew in every pass"
+REASONS = {
+    "accumulate": {
+        "pipeline": _OWN_MICROBATCHES,
+        "layer_split": _WHOLE_BATCH,
+        "tensor": _WHOLE_BATCH,
+        "sequence": _WHOLE_BATCH,
+        "data_parallel": _SCATTERED,
+    },
+    "sync_every_microstep": {"single": "one device has nobody to reduce gradients with"},
+}
 MODE_MODELS = {"sequence": ("gpt",)}  # a mode that is not named takes every model
 DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp")  # split the batch over devices
 # A mode is a name for a mesh: of one axis, or of those whose degrees are settings.

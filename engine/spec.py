@@ -78,6 +78,10 @@ class Spec:
     cp: int | None = _setting(None, "devices that each sequence is cut over", low=1, high=MAX_DEVICES)
     pp: int | None = _setting(None, "devices that the layers are dealt out to, as stages", low=1, high=MAX_DEVICES)
     ep: int | None = _setting(None, "devices that the experts are dealt out to", low=1, high=MAX_DEVICES)
+    accumulate: int | None = _setting(None, "micro-steps whose gradients make one optimizer step", low=1, high=1024)
+    sync_every_microstep: bool | None = _setting(
+        None, "reduce gradients after every micro-step, instead of once in a step (no_sync)"
+    )
     bucket_mb: float | None = _setting(None, "size of DDP's gradient buckets, in MiB", low=1e-6, high=65_536)
     optimizer: str = _setting("sgd", "the optimizer; sgd has momentum 0.9", choices=OPTIMIZERS)
     lr: float | None = _setting(None, "learning rate", low=0.0, high=1e3)

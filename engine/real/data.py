@@ -26,10 +26,13 @@ class Batches:
         self.sampler = DistributedSampler(range(len(self.x)), replicas, replica, seed=spec.seed, drop_last=True)
         self.epoch, self.order = -1, torch.empty(0, dtype=torch.long)
 
-    def __call__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, step: int, piece: int = 0, pieces: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """The batch of a step, or one of the equal pieces that it is cut into."""
         epoch, batch = divmod(step, self.per_epoch)
         if epoch != self.epoch:
             self.sampler.set_epoch(epoch)
             self.epoch, self.order = epoch, torch.tensor(list(self.sampler))
-        chosen = self.order[batch * self.size : (batch + 1) * self.size]
+        size = self.size // pieces
+        first = batch * self.size + piece * size
+        chosen = self.order[first : first + size]
         return self.x[chosen].to(self.device), self.y[chosen].to(self.device)

@@ -74,6 +74,8 @@ class Recorder:
         self._passes: list[Pass] = []
         self._messages: list[tuple[int, Op]] = []
         self._collectives: list[tuple[int, Op]] = []
+        self._microsteps: list[tuple[int, int, int]] = []  # begin, end (ns), index
+        self.microbatch = NONE  # index of the micro-step that goes on, where a step has several
         self._awaited: deque[int] = deque()  # when those that nobody has waited for yet were called (ns)
         self._config = ProfilerConfig(ProfilerState.KINETO, True, False, False, False, False, _ExperimentalConfig())
         self._step = -1
@@ -103,6 +105,17 @@ class Recorder:
         self.recording = False
         if time.monotonic() - self._window_began >= WINDOW:
             self.flush()
+
+    @contextmanager
+    def microstep(self, index: int) -> Iterator[None]:
+        """What is computed and communicated in the body belongs to this of several micro-steps."""
+        begun, self.microbatch = self.now(), index
+        try:
+            yield
+        finally:
+            self.microbatch = NONE
+            if self.recording:
+                self._microsteps.append((begun, self.now(), index))
 
     @contextmanager
     def span(self, kind: str, *, payload: str = "", part: str = "", **where: int) -> Iterator[None]:
@@ -156,7 +169,7 @@ class Recorder:
 
     def begin_pass(self, stage: int, rank: int | None) -> Pass:
         """A batch enters a chain of layers."""
-        passed = Pass(self, stage, rank)
+        passed = Pass(self, stage, rank, max(self.microbatch, 0))
         self._passes.append(passed)
         return passed
 
@@ -171,6 +184,7 @@ class Recorder:
             file.writelines(self._line(span) for span in (*self._marks, *self._label(events)))
         self._steps.clear()
         self._marks.clear()
+        self._microsteps.clear()
         self._messages.clear()
         self._collectives.clear()
 
@@ -195,11 +209,14 @@ class Recorder:
                     key = (_or_none(op.stage), _or_none(op.microbatch), op.part, op.payload)
                     lane = lane_of(op, self.rank)
                     yield Span(self.rank, lane, op.kind, *where, *key, op.axis, op.peer, event.bytes)
-                elif op := _taken(called, event):
-                    yield Span(self.rank, op.axis, op.kind, *where, NONE, NONE, "", op.payload, op.axis, NONE, op.bytes)
+                    continue
+                if op := _taken(called, event):
+                    kind, axis, payload, part, size = op.kind, op.axis, op.payload, "", op.bytes
                 else:
                     kind, axis, payload, part = self.identify(event)
-                    yield Span(self.rank, axis, kind, *where, NONE, NONE, part, payload, axis, NONE, event.bytes)
+                    size = event.bytes
+                index = next((k for first, last, k in self._microsteps if first <= event.start <= last), NONE)
+                yield Span(self.rank, axis, kind, *where, NONE, index, part, payload, axis, NONE, size)
 
 
 def _taken(called: list[Op], event: Event) -> Op | None:
@@ -217,8 +234,8 @@ def _or_none(value: int | None) -> int:
 class Pass:
     """One pass of a batch through a chain of layers and back: moments, turned into spans when the step ends."""
 
-    def __init__(self, recorder: Recorder, stage: int, rank: int | None):
-        self.recorder, self.where = recorder, {"stage": stage, "microbatch": 0, "rank": rank}
+    def __init__(self, recorder: Recorder, stage: int, rank: int | None, microbatch: int):
+        self.recorder, self.where = recorder, {"stage": stage, "microbatch": microbatch, "rank": rank}
         self.forward: dict[str, list[int]] = {}  # layer: begin, end (ns)
         self.gradients: dict[str, int] = {}  # layer, or "input": when the gradient of its output became known
         self.own_ends: dict[str, int] = {}  # layer: when its backward ended, where something else follows it

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -68,12 +70,27 @@ class LocalTraining:
     def __init__(self, job: Job, place: Place, chain: nn.Module, callee: nn.Module, batches, optimizer):
         self.job, self.place, self.chain, self.callee = job, place, chain, callee
         self.batches, self.optimizer = batches, optimizer
+        # A pass inside of reducing(False) keeps its gradients to itself; the next one that reduces adds them in.
+        self.reducing: Callable[[bool], AbstractContextManager] = lambda reduces: nullcontext()
 
     def make_gradients(self, step: int) -> float:
         self.optimizer.zero_grad()
-        with self.place.recorder.span("load", payload="batch"):
-            inputs, targets = self.batches(step)
-        loss = self.chain.loss(self.callee(inputs), targets)
+        count = self.job.microsteps
+        if count == 1:
+            return self._pass(step, 0, count)
+        losses = []
+        for k in range(count):
+            synced = self.job.spec.sync_every_microstep or k == count - 1
+            with self.place.recorder.microstep(k), self.reducing(synced):
+                losses.append(self._pass(step, k, count))
+        return sum(losses)
+
+    def _pass(self, step: int, k: int, count: int) -> float:
+        """Micro-step `k` of `count`: its part of the step's mean loss, and of the gradients."""
+        recorder = self.place.recorder
+        with recorder.span("load", payload="batch", microbatch=recorder.microbatch):
+            inputs, targets = self.batches(step, k, count)
+        loss = self.chain.loss(self.callee(inputs), targets) / count
         self.chain.backward(loss)
         return loss.item()
 

@@ -20,7 +20,7 @@ from engine.job import prepare, prepare_real
 from engine.rules import RULES, SpecError, closest
 from engine.schedules.rules import SENTENCES
 from engine.settings import MODE_MODELS, MODE_SETTINGS, MODEL_DEFAULTS, applies
-from engine.spec import MODELS, MODES, Spec
+from engine.spec import MODELS, MODES, Spec, type_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +37,8 @@ RANGES = [
     ({"lr": "inf"}, "not_finite", "lr"),
     ({"lr": "-inf"}, "not_finite", "lr"),
     ({"lr": "1e999"}, "not_finite", "lr"),
+    ({"accumulate": "5"}, "batch_by_microsteps", "accumulate"),
+    ({"mode": "pipeline", "accumulate": "2"}, "option_of_mode", "accumulate"),
     ({"bucket-mb": "nan"}, "not_finite", "bucket_mb"),
     ({"lr": "-0.1"}, "out_of_range", "lr"),
     ({"lr": "1e9"}, "out_of_range", "lr"),
@@ -406,9 +408,9 @@ def random_spec(draw: random.Random) -> Spec:
             values[field.name] = draw.choice(("data", "a b", "数据/mnist", "x&y=z", "None"))
         elif field.name == "machine":
             values[field.name] = draw.choice(list(MACHINES))
-        elif field.name == "record":
+        elif type_of(field)[0] is bool:
             values[field.name] = draw.random() < 0.5
-        elif field.name in ("lr", "bucket_mb"):
+        elif type_of(field)[0] is float:
             values[field.name] = draw.choice((limits["low"], limits["high"], draw.uniform(0.001, 1.0), 0.1, 1e-5))
         else:
             values[field.name] = draw.choice((limits["low"], limits["high"], limits["low"] + 1))

@@ -24,6 +24,7 @@ ROWS = (
     ("dp", "fsdp"),
     ("tp", "cp"),
     ("pp", "ep"),
+    ("accumulate", "sync_every_microstep"),
     ("bucket_mb",),
     ("stages_per_rank", "split"),
     ("model", "dataset"),

@@ -1,7 +1,7 @@
 """A job under DistributedDataParallel -> its plan: gradient buckets, each all-reduced once its last gradient is there.
 
-DDP's rule (torch/csrc/distributed/c10d/reducer.cpp): in step 0 all gradients share one bucket, since their order is
-not known yet. In step 1 the buckets are rebuilt in the order in which gradients arrived, and rank 0's order is
+DDP's rule (torch/csrc/distributed/c10d/reducer.cpp): at first all gradients share one bucket, since their order is
+not known yet. Once reduced, the buckets are rebuilt in the order in which gradients arrived, and rank 0's order is
 broadcast. A bucket is closed by the gradient that makes it reach its size limit.
 """
 
@@ -14,22 +14,29 @@ INT32 = 4  # bytes
 
 
 def plan(job: Job, step: int) -> Plan:
-    limit_mb = job.spec.bucket_mb if step > 0 else None
-    whole = buckets(job.layers, limit_mb)
-    ops = [chain.load(job.sample_bytes, job.local_batch)]
-    if step == 1:
-        num_params = sum(len(layer.params) for layer in job.layers)
-        ops += [_control("bucket order", INT32 * (num_params + 1)), _control("bucket sizes", INT32 * len(whole))]
-    ops += chain.forward(job.layers, job.local_batch)
-    for op in chain.backward(job.layers, job.local_batch):
-        ops.append(op)
-        ops += [_all_reduce(i, b.bytes) for i, b in enumerate(whole) if b.last_layer == op.part]
+    ops = [*chain.microsteps(job, lambda k, synced: _passes(job, step, k, synced))]
     ops.append(chain.optimizer(job.layers, job.spec))
     memory = chain.standing_memory(job.layers, job.spec)
-    memory["buckets"] = sum(b.bytes for b in whole)
+    memory["buckets"] = sum(layer.param_bytes for layer in job.layers)
     program = Program(tuple(ops), tuple(range(len(job.layers))), memory)
     ranks = job.degree("dp")
     return Plan(Mesh(("dp",), (ranks,)), (program,), (0,) * ranks, tuple(layer.name for layer in job.layers))
+
+
+def _passes(job: Job, step: int, microstep: int, synced: bool) -> list[Op]:
+    """What no_sync leaves out is the all-reduces; buckets are rebuilt in the first forward after the first of them."""
+    each = job.spec.sync_every_microstep
+    reduced = step * job.microsteps + microstep if each else step  # how often gradients were reduced before
+    whole = buckets(job.layers, job.spec.bucket_mb if reduced else None)
+    ops = []
+    if reduced == 1 and (each or microstep == 0):
+        num_params = sum(len(layer.params) for layer in job.layers)
+        ops += [_control("bucket order", INT32 * (num_params + 1)), _control("bucket sizes", INT32 * len(whole))]
+    ops += chain.forward(job.layers, job.micro_batch)
+    for op in chain.backward(job.layers, job.micro_batch):
+        ops.append(op)
+        ops += [_all_reduce(i, b.bytes) for i, b in enumerate(whole) if synced and b.last_layer == op.part]
+    return ops
 
 
 def _all_reduce(bucket: int, size: int) -> Op:

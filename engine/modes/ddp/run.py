@@ -1,5 +1,7 @@
 """A job under torch's DistributedDataParallel, with a DistributedSampler."""
 
+from contextlib import nullcontext
+
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.job import Job
@@ -17,4 +19,6 @@ def training(job: Job, place: Place) -> LocalTraining:
     replica = DistributedDataParallel(chain, **limit)
     optimizer = models.make_optimizer(job, replica.parameters())
     batches = Batches(job, place.rank, place.world_size, place.device)
-    return LocalTraining(job, place, chain, replica, batches, optimizer)
+    local = LocalTraining(job, place, chain, replica, batches, optimizer)
+    local.reducing = lambda reduces: nullcontext() if reduces else replica.no_sync()
+    return local
