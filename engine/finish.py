@@ -50,6 +50,7 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
         "predicted_step_time": predict(job.spec).step_time,
         "samples_per_second": job.spec.global_batch / step_time if step_time else None,
         "losses": [_mean(rows[s]["loss"] for rows in steps) for s in range(done)],
+        "grad_norms": [steps[0][s].get("grad_norm") for s in range(done)] if job.spec.clip is not None else None,
         "validation_accuracy": read_json(validation)["accuracy"] if validation.exists() else None,
         "parity": _parity(folder, job, state, done),
         "conformance": conformance,

@@ -83,6 +83,9 @@ class Spec:
         None, "reduce gradients after every micro-step, instead of once in a step (no_sync)"
     )
     bucket_mb: float | None = _setting(None, "size of DDP's gradient buckets, in MiB", low=1e-6, high=65_536)
+    clip: float | None = _setting(
+        None, "largest norm of all gradients together; larger ones are scaled", low=1e-6, high=1e6
+    )
     optimizer: str = _setting("sgd", "the optimizer; sgd has momentum 0.9", choices=OPTIMIZERS)
     lr: float | None = _setting(None, "learning rate", low=0.0, high=1e3)
     seed: int = _setting(0, "seed of weights, data order and synthetic data", low=0, high=2**31 - 1)

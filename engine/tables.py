@@ -113,7 +113,7 @@ def _parity(parity: dict[str, Any]) -> str:
         return f": {parity['reason']}"
     allowed = parity["tolerance"]
     parts = []
-    for name in ("loss_max_abs_diff", "grad_max_rel_diff", "param_max_abs_diff"):
+    for name in allowed:
         value = "not finite" if parity[name] is None else f"{parity[name]:.1e}"
         parts.append(f"{name.split('_')[0]} {value} <= {allowed[name]:.0e}")
     reason = f"; {parity['reason']}" if parity["reason"] else ""

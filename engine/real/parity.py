@@ -25,11 +25,14 @@ def tolerance(spec: Spec) -> dict[str, float]:
     SGD moves a weight by lr x gradient, so parameters agree as gradients do. AdamW divides a gradient by its own size,
     so a rounding difference in a tiny gradient moves a weight by a part of lr: a fifth of it, over the steps compared,
     is allowed. (A wrong gradient moves most weights by about lr in each step.) The gradients of later steps then are
-    those of slightly other weights, and 1 % of a tensor's largest entry is allowed.
+    those of slightly other weights, and 1 % of a tensor's largest entry is allowed. A norm is off by no more than the
+    gradients are.
     """
     if spec.optimizer == "sgd":
-        return {"loss_max_abs_diff": 1e-4, "grad_max_rel_diff": 1e-3, "param_max_abs_diff": 1e-4}
-    return {"loss_max_abs_diff": 1e-4, "grad_max_rel_diff": 1e-2, "param_max_abs_diff": 0.2 * spec.lr + 1e-6}
+        allowed = {"loss_max_abs_diff": 1e-4, "grad_max_rel_diff": 1e-3, "param_max_abs_diff": 1e-4}
+    else:
+        allowed = {"loss_max_abs_diff": 1e-4, "grad_max_rel_diff": 1e-2, "param_max_abs_diff": 0.2 * spec.lr + 1e-6}
+    return allowed | ({"norm_max_rel_diff": allowed["grad_max_rel_diff"]} if spec.clip is not None else {})
 
 
 class Parity:
@@ -38,6 +41,12 @@ class Parity:
         self.steps = min(job.spec.parity_steps, job.steps)
         self.losses: list[float | None] = []
         self.gradients: list[dict[str, torch.Tensor]] = []
+        self.norms: list[float | None] = []
+
+    def keep_norm(self, step: int, norm: float | None) -> None:
+        """Of all gradients, before they were clipped; None where they are not."""
+        if step < self.steps:
+            self.norms.append(norm)
 
     def keep_gradients(self, step: int, loss: float | None) -> None:
         if step < self.steps:
@@ -50,13 +59,14 @@ class Parity:
         reference = [self._reference() if self.place.rank == 0 else None]
         if self.place.world_size > 1:
             dist.broadcast_object_list(reference)
-        losses, gradients, parameters = reference[0]
+        losses, gradients, norms, parameters = reference[0]
         held = {name: whole(p) for name, p in self.training.held().items()}
         kept = [{name: whole(gradient) for name, gradient in of_step.items()} for of_step in self.gradients]
         mine = {
             "held": sorted(held),
             "losses": self.losses,
             "grad": max((relative(kept[s][n], gradients[s][n]) for s in range(self.steps) for n in held), default=0),
+            "norm": max((_relative_to(n, r) for n, r in zip(self.norms, norms, strict=True) if r), default=None),
             "param": max((_largest(held[n] - parameters[n]) for n in held), default=0.0),
         }
         reports = [mine]
@@ -68,11 +78,13 @@ class Parity:
             (self.place.run_dir / "parity.json").write_text(json.dumps(result))
         self.gradients.clear()
 
-    def _reference(self) -> tuple[list[float], list[dict], dict[str, torch.Tensor]]:
+    def _reference(self) -> tuple[list[float], list[dict], list[float | None], dict[str, torch.Tensor]]:
+        """Losses, gradients and their norms of each step, and the parameters after the last."""
         model = models.build(self.job)
         optimizer = models.make_optimizer(self.job, model.parameters())
         batches = Batches(self.job, 0, 1, torch.device("cpu"))
-        losses, gradients = [], []
+        losses, gradients, norms = [], [], []
+        largest = self.job.spec.clip
         for step in range(self.steps):
             inputs, targets = batches(step)
             optimizer.zero_grad()
@@ -80,8 +92,9 @@ class Parity:
             loss.backward()
             losses.append(loss.item())
             gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+            norms.append(largest and torch.nn.utils.clip_grad_norm_(model.parameters(), largest).item())
             optimizer.step()
-        return losses, gradients, {name: p.detach() for name, p in model.named_parameters()}
+        return losses, gradients, norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
 def _largest(tensor: torch.Tensor) -> float:
@@ -98,6 +111,11 @@ def relative(mine: torch.Tensor, reference: torch.Tensor) -> float:
     return _largest(mine - reference) / scale if scale else (0.0 if not _largest(mine) else math.inf)
 
 
+def _relative_to(mine: float | None, reference: float) -> float:
+    """Without a norm of its own a rank is infinitely wrong."""
+    return math.inf if mine is None else _distance(mine, reference) / reference
+
+
 def _distance(a: float, b: float) -> float:
     """NaN on either side is infinitely far: a comparison with NaN is never true, so it must not reach `max`."""
     difference = abs(a - b)
@@ -112,6 +130,9 @@ def verdict(reports: list[dict], losses: list[float], names: list[str], steps: i
         "grad_max_rel_diff": max(report["grad"] for report in reports),
         "param_max_abs_diff": max(report["param"] for report in reports),
     }
+    norms = [report["norm"] for report in reports if report.get("norm") is not None]
+    if norms:
+        worst["norm_max_rel_diff"] = max(norms)
     reasons = [
         f"{name} is {value:.3g}, more than {allowed[name]:.0e}"
         for name, value in worst.items()

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
-from torch.autograd.profiler import _disable_profiler, _enable_profiler, _prepare_profiler
+from torch.autograd.profiler import _disable_profiler, _enable_profiler, _prepare_profiler, record_function
 
 from engine.plan import Op, lane_of
 from engine.timeline import NONE, Span
 
 # Starting and stopping the profiler takes about 1 ms, so it runs over whole steps for at least this long.
 WINDOW = 0.25  # seconds
+CALLED = "lockstep::calls"  # the mark around collectives that were said to come
 
 # Bytes of an item, by the name that the profiler gives its type.
 ITEM_BYTES = {
@@ -76,6 +77,8 @@ class Recorder:
         self._collectives: list[tuple[int, Op]] = []
         self._microsteps: list[tuple[int, int, int]] = []  # begin, end (ns), index
         self.microbatch = NONE  # index of the micro-step that goes on, where a step has several
+        self._expected: list[tuple[int, Op]] = []
+        self._listed = False  # what is called now is in that list
         self._awaited: deque[int] = deque()  # when those that nobody has waited for yet were called (ns)
         self._config = ProfilerConfig(ProfilerState.KINETO, True, False, False, False, False, _ExperimentalConfig())
         self._step = -1
@@ -155,9 +158,19 @@ class Recorder:
             op = Op(kind=kind, stage=stage, microbatch=microbatch, payload=payload, axis="pp", peer=peer, bytes=size)
             self._messages.append((self._step, op))
 
+    @contextmanager
+    def calls(self, *ops: Op) -> Iterator[None]:
+        """The body calls these collectives, in this order, and waits for them; none of them is of a layer."""
+        self.doing, self._listed = " ".join(f"{op.kind} {op.part}" for op in ops), True
+        if self.recording:
+            self._expected += [(self._step, op) for op in ops]
+        with record_function(CALLED):
+            yield
+        self._listed = False
+
     def collective(self, kind: str, size: int, *, axis: str) -> None:
         """A collective is about to be called with a tensor of `size` bytes, for a layer's output or a gradient."""
-        if self.recording:
+        if self.recording and not self._listed:
             payload = "gradient" if self._passes and self._passes[-1].backward_began else "activation"
             self._collectives.append((self._step, Op(kind=kind, payload=payload, axis=axis, bytes=size)))
             self._awaited.append(self.now())
@@ -187,6 +200,7 @@ class Recorder:
         self._microsteps.clear()
         self._messages.clear()
         self._collectives.clear()
+        self._expected.clear()
 
     def _line(self, span: Span) -> str:
         """Seconds since the run began: subtracted as integers, since Unix time in ns does not fit a float."""
@@ -198,6 +212,7 @@ class Recorder:
         for step, begin, end in self._steps:
             issued = {k: deque(op for s, op in self._messages if s == step and op.kind == k) for k in ("send", "recv")}
             called = [op for s, op in self._collectives if s == step]
+            expected = deque(op for s, op in self._expected if s == step)
             for event in events:
                 if not begin <= event.start <= end:
                     continue
@@ -210,7 +225,10 @@ class Recorder:
                     lane = lane_of(op, self.rank)
                     yield Span(self.rank, lane, op.kind, *where, *key, op.axis, op.peer, event.bytes)
                     continue
-                if op := _taken(called, event):
+                if CALLED in event.inside and expected:
+                    op = expected.popleft()
+                    kind, axis, payload, part, size = event.kind, op.axis, op.payload, op.part, event.bytes
+                elif op := _taken(called, event):
                     kind, axis, payload, part, size = op.kind, op.axis, op.payload, "", op.bytes
                 else:
                     kind, axis, payload, part = self.identify(event)

@@ -29,7 +29,11 @@ class Place:
 
 
 class Training(Protocol):
-    """One rank's part of a training. Names of parameters are those of the whole model."""
+    """One rank's part of a training. Names of parameters are those of the whole model.
+
+    Where ranks hold different parameters whole, as plain tensors, `norm_groups` names the mesh axes over which they do,
+    each with its process group (None: all ranks).
+    """
 
     optimizer: torch.optim.Optimizer
 

@@ -22,6 +22,7 @@ from engine import modes
 from engine.faults import Fault, parse_fault
 from engine.job import Job, prepare
 from engine.real import models
+from engine.real.clip import clip
 from engine.real.data import Batches
 from engine.real.parity import Parity
 from engine.real.recorder import Recorder
@@ -110,6 +111,8 @@ def _one_step(job: Job, place: Place, training: Training, parity: Parity, step: 
         for parameter in training.held().values():
             parameter.grad *= 1.5
     parity.keep_gradients(step, loss)
+    norm = None if job.spec.clip is None else clip(training, recorder, job.spec.clip)
+    parity.keep_norm(step, norm)
     update(training, recorder)
     recorder.end_step()
     end = time.time_ns()
@@ -118,6 +121,7 @@ def _one_step(job: Job, place: Place, training: Training, parity: Parity, step: 
         "start": start / 1e9,
         "end": end / 1e9,
         "loss": loss,
+        "grad_norm": norm,
         "samples": job.spec.global_batch,
         "memory": _peak_memory(place.device),
     }

@@ -35,6 +35,7 @@ ROWS = (
 )
 MORE = (
     ("optimizer", "device"),
+    ("clip",),
     ("epochs", "seed"),
     ("parity_steps", "record"),
     ("data_dir",),

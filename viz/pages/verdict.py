@@ -61,6 +61,9 @@ def _parity(result: Mapping[str, Any], text: Catalogue) -> None:
             grad_tolerance=_small(parity["tolerance"]["grad_max_rel_diff"]),
             param_tolerance=_small(parity["tolerance"]["param_max_abs_diff"]),
         )
+        if "norm_max_rel_diff" in parity["tolerance"]:
+            norm, allowed = parity["norm_max_rel_diff"], parity["tolerance"]["norm_max_rel_diff"]
+            detail += text("parity.norm", norm=_small(norm), tolerance=_small(allowed))
         if not parity["ok"]:
             detail = f":red[{escape(parity['reason'] or '')}]  \n{detail}"
     _card(text("parity.title"), _badge(parity["ok"], text, "parity"), headline, detail)

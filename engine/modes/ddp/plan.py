@@ -15,7 +15,7 @@ INT32 = 4  # bytes
 
 def plan(job: Job, step: int) -> Plan:
     ops = [*chain.microsteps(job, lambda k, synced: _passes(job, step, k, synced))]
-    ops.append(chain.optimizer(job.layers, job.spec))
+    ops += [*chain.clip(job.layers, job.spec), chain.optimizer(job.layers, job.spec)]
     memory = chain.standing_memory(job.layers, job.spec)
     memory["buckets"] = sum(layer.param_bytes for layer in job.layers)
     program = Program(tuple(ops), tuple(range(len(job.layers))), memory)

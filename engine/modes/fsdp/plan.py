@@ -87,7 +87,9 @@ def sharded(job: Job, mesh: Mesh, passes: Callable[[bool], list[Op]], *, gathere
     programs, roles = [], []
     for run in equal_ranks(job.layers, ranks):
         shards = [shard(layer, ranks, run.start) for layer in job.layers]
-        ops = (*steps, chain.optimizer(shards, job.spec))
+        numbers = sum(len(layer.params) for layer in job.layers)  # the norm of each parameter
+        clip = chain.clip(shards, job.spec, {"fsdp": numbers} if ranks > 1 else {})
+        ops = (*steps, *clip, chain.optimizer(shards, job.spec))
         padded = sum(padded_bytes(layer, ranks) for layer in job.layers)
         kept = {"parameters": padded, "gradients": max(whole_gradients, padded) if waits else padded}
         memory = chain.standing_memory(shards, job.spec) | kept

@@ -1,5 +1,7 @@
 """A job through torch.distributed.pipelining: PyTorch's own stages and schedules, with marks around each chunk."""
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 from torch.distributed import pipelining
@@ -75,6 +77,8 @@ class MarkedStage(PipelineStage):
 
 
 class Pipeline:
+    norm_groups: ClassVar = {"pp": None}  # each parameter is on one of its ranks
+
     def __init__(self, job: Job, place: Place):
         self.job, self.recorder = job, place.recorder
         spec, whole = job.spec, models.build(job)

@@ -7,6 +7,7 @@ from engine.plan import Mesh, Plan, Program
 
 def plan(job: Job, step: int) -> Plan:
     passes = [*chain.forward(job.layers, job.micro_batch), *chain.backward(job.layers, job.micro_batch)]
-    ops = [*chain.microsteps(job, lambda k, synced: passes), chain.optimizer(job.layers, job.spec)]
+    ops = [*chain.microsteps(job, lambda k, synced: passes)]
+    ops += [*chain.clip(job.layers, job.spec), chain.optimizer(job.layers, job.spec)]
     program = Program(tuple(ops), tuple(range(len(job.layers))), chain.standing_memory(job.layers, job.spec))
     return Plan(Mesh(("dp",), (1,)), (program,), (0,), tuple(layer.name for layer in job.layers))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from engine import chain
 from engine.job import Job
-from engine.modes.tensor.shards import held, piece, styles
+from engine.modes.tensor.shards import held, parameters_in, piece, styles
 from engine.plan import Mesh, Op, Plan, Program
 from engine.shapes import FP32, Layer
 
@@ -39,7 +39,7 @@ def assemble(
 
     One rank has nothing to sum: there no layer is cut.
     """
-    layers, batch, ranks = held(job), job.local_batch, job.degree("tp")
+    layers, batch, ranks, after = held(job), job.local_batch, job.degree("tp"), list(after)
     ops = [chain.load(job.sample_bytes, batch)]
     for layer in layers:
         for item in forward(job, layer) if ranks > 1 else [layer]:
@@ -47,7 +47,9 @@ def assemble(
     for layer in reversed(layers):
         for item in backward(job, layer) if ranks > 1 else [layer]:
             ops += chain.backward([item], batch) if isinstance(item, Layer) else [_of_batch(item, "gradient", batch)]
-    ops += [*(after if ranks > 1 else []), chain.optimizer(layers, job.spec)]
+    laid_out = parameters_in(job, styles(job)) + len(after)  # as DTensors: what is cut, and the norms of sequences
+    clip = chain.clip(layers, job.spec, {"tp": laid_out} if ranks > 1 else {})
+    ops += [*(after if ranks > 1 else []), *clip, chain.optimizer(layers, job.spec)]
     shares = tuple(mine.param_bytes / layer.param_bytes for mine, layer in zip(layers, job.layers, strict=True))
     memory = chain.standing_memory(layers, job.spec)
     program = Program(tuple(ops), tuple(range(len(layers))), memory, shares=shares if job.degree("tp") > 1 else ())

@@ -6,6 +6,7 @@ each rank embeds the tokens that it has, and computes their logits.
 """
 
 import dataclasses
+from collections.abc import Container
 
 from engine.job import Job
 from engine.shapes import Layer
@@ -25,6 +26,12 @@ def styles(job: Job) -> dict[str, str]:
     linear = [layer.name for layer in job.layers if len(layer.params[0][1]) == 2]
     pairs = zip(linear[::2], linear[1::2], strict=False)  # an odd one at the end stays whole
     return {name: style for pair in pairs for name, style in zip(pair, ("column", "row"), strict=True)}
+
+
+def parameters_in(job: Job, modules: Container[str]) -> int:
+    """How many parameters these modules have."""
+    names = [f"{layer.name}.{name}" for layer in job.layers for name, _ in layer.params]
+    return sum(name.rpartition(".")[0] in modules for name in names)
 
 
 def held(job: Job) -> tuple[Layer, ...]:
