@@ -81,8 +81,9 @@ def microsteps(job: Job, passes: Callable[[int, bool], Sequence[Op]]) -> list[Op
 def optimizer(layers: Sequence[Layer], spec: Spec) -> Op:
     """Reads parameters and gradients, writes parameters; and reads and writes each copy that the optimizer keeps."""
     size = sum(layer.param_bytes for layer in layers)
+    numbers = sum(layer.num_params for layer in layers)
     copies = OPTIMIZER_COPIES[spec.optimizer]
-    return Op(kind="optimizer", bytes=size * (3 + 2 * copies), flops=size // FP32 * OPTIMIZER_FLOPS[spec.optimizer])
+    return Op(kind="optimizer", bytes=size * (3 + 2 * copies), flops=numbers * OPTIMIZER_FLOPS[spec.optimizer])
 
 
 def clip(layers: Sequence[Layer], spec: Spec, axes: Mapping[str, int] | None = None) -> list[Op]:
@@ -92,9 +93,10 @@ def clip(layers: Sequence[Layer], spec: Spec, axes: Mapping[str, int] | None = N
         return []
     size = sum(layer.param_bytes for layer in layers)
     total = Op(kind="all_reduce", part="norm", payload="control")
-    sums = [dataclasses.replace(total, axis=axis, bytes=FP32 * numbers) for axis, numbers in (axes or {}).items()]
-    norm = Op(kind="optimizer", part="norm", bytes=size, flops=2 * (size // FP32))
-    return [norm, *sums, Op(kind="optimizer", part="clip", bytes=2 * size, flops=size // FP32)]
+    sums = [dataclasses.replace(total, axis=axis, bytes=FP32 * count) for axis, count in (axes or {}).items()]
+    numbers = sum(layer.num_params for layer in layers)
+    norm = Op(kind="optimizer", part="norm", bytes=size, flops=2 * numbers)
+    return [norm, *sums, Op(kind="optimizer", part="clip", bytes=2 * size, flops=numbers)]
 
 
 def standing_memory(layers: Sequence[Layer], spec: Spec) -> dict[str, int]:

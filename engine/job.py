@@ -70,6 +70,11 @@ class Job:
         return self.local_batch // self.microsteps
 
     @property
+    def item(self) -> int:
+        """Bytes of a number: of weights, gradients and activations."""
+        return self.layers[0].item
+
+    @property
     def processes(self) -> int:
         """Worker processes of a real run: nn.DataParallel drives all its devices from one."""
         return 1 if self.spec.mode in ONE_PROCESS_MODES else self.spec.devices
@@ -121,7 +126,7 @@ def prepare(spec: Spec) -> Job:
     if fault and fault.rank >= spec.devices:
         there = spec.fault.replace(f"@{fault.rank}:", f"@{spec.devices - 1}:")
         raise SpecError("bad_fault", "fault", spec.fault, suggest=[there], kinds=", ".join(FAULTS))
-    sample_bytes = 2 * 8 * spec.context if spec.model == "gpt" else 4 * 28 * 28 + 8
+    sample_bytes = 2 * 8 * spec.context if spec.model == "gpt" else layers[0].item * 28 * 28 + 8
     return Job(spec, layers, sample_bytes, num_train, num_validation, steps, batches)
 
 

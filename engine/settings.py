@@ -30,6 +30,7 @@ REPLICA_MODES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")  # each rank runs whol
 OPTIONS = {
     "accumulate": (1, ("single", *REPLICA_MODES)),
     "sync_every_microstep": (False, REPLICA_MODES),
+    "precision": ("fp32", tuple(MODE_SETTINGS)),
     "clip": (None, tuple(MODE_SETTINGS)),
 }
 for _option, (_default, _modes) in OPTIONS.items():

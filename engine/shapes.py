@@ -17,6 +17,7 @@ import numpy as np
 from engine.spec import Spec
 
 FP32 = 4  # bytes
+ITEM_BYTES = {"fp32": FP32, "bf16": 2}  # of a number, by the name of its precision
 # A model's vocabulary is rounded up to a multiple of this, so that tensor parallelism can cut it: a text has as many
 # distinct characters as it has. Tokens that no text has are never a target.
 VOCABULARY_MULTIPLE = 48
@@ -31,32 +32,38 @@ class Layer:
     flops: int  # forward, one sample
     output: tuple[int, ...]  # shape
     saved: int  # bytes kept from the forward pass for the backward pass
+    item: int = FP32  # bytes of a number
+
+    @property
+    def num_params(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.params)
 
     @property
     def param_bytes(self) -> int:
-        return FP32 * sum(math.prod(shape) for _, shape in self.params)
+        return self.item * self.num_params
 
     @property
     def output_bytes(self) -> int:
-        return FP32 * math.prod(self.output)
+        return self.item * math.prod(self.output)
 
 
 def model_layers(spec: Spec, vocabulary: int) -> tuple[Layer, ...]:
     """The chain of `spec.model`, for a resolved spec. `vocabulary`: number of classes or of distinct tokens."""
+    item = ITEM_BYTES[spec.precision or "fp32"]
     if spec.model == "cnn":
-        return _cnn(vocabulary)
+        return _cnn(vocabulary, item)
     if spec.model == "mlp":
-        return _mlp(spec.layers, spec.hidden, vocabulary)
+        return _mlp(spec.layers, spec.hidden, vocabulary, item)
     tokens = math.ceil(vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    return _gpt(spec.layers, spec.hidden, spec.heads, spec.context, tokens)
+    return _gpt(spec.layers, spec.hidden, spec.heads, spec.context, tokens, item)
 
 
-def _conv(name: str, inputs: int, outputs: int, side: int) -> Layer:
+def _conv(name: str, inputs: int, outputs: int, side: int, item: int) -> Layer:
     """A 5x5 convolution without padding, ReLU and a 2x2 max pool, on a side x side image."""
     after = side - 4
     pooled = after // 2
     saved = (
-        FP32 * (inputs * side**2 + outputs * after**2) + 8 * outputs * pooled**2
+        item * (inputs * side**2 + outputs * after**2) + 8 * outputs * pooled**2
     )  # input, ReLU's output, pool indices
     return Layer(
         name,
@@ -64,34 +71,36 @@ def _conv(name: str, inputs: int, outputs: int, side: int) -> Layer:
         2 * 25 * inputs * outputs * after**2,
         (outputs, pooled, pooled),
         saved,
+        item,
     )
 
 
-def _linear(name: str, inputs: int, outputs: int, *, relu: bool) -> Layer:
+def _linear(name: str, inputs: int, outputs: int, item: int, *, relu: bool) -> Layer:
     params = (("weight", (outputs, inputs)), ("bias", (outputs,)))
-    return Layer(name, params, 2 * inputs * outputs, (outputs,), FP32 * (inputs + outputs * relu))
+    return Layer(name, params, 2 * inputs * outputs, (outputs,), item * (inputs + outputs * relu), item)
 
 
-def _cnn(classes: int) -> tuple[Layer, ...]:
+def _cnn(classes: int, item: int) -> tuple[Layer, ...]:
     """LeNet's shape (LeCun et al. 1998) in the widths of the Caffe example: 20, 50, 500."""
     return (
-        _conv("conv1", 1, 20, 28),
-        _conv("conv2", 20, 50, 12),
-        _linear("fc1", 800, 500, relu=True),
-        _linear("fc2", 500, classes, relu=False),
+        _conv("conv1", 1, 20, 28, item),
+        _conv("conv2", 20, 50, 12, item),
+        _linear("fc1", 800, 500, item, relu=True),
+        _linear("fc2", 500, classes, item, relu=False),
     )
 
 
-def _mlp(layers: int, hidden: int, classes: int) -> tuple[Layer, ...]:
+def _mlp(layers: int, hidden: int, classes: int, item: int) -> tuple[Layer, ...]:
     widths = [784] + [hidden] * layers
-    hidden_layers = [_linear(f"fc{i + 1}", a, b, relu=True) for i, (a, b) in enumerate(itertools.pairwise(widths))]
-    return (*hidden_layers, _linear("out", hidden, classes, relu=False))
+    sizes = enumerate(itertools.pairwise(widths), start=1)
+    hidden_layers = [_linear(f"fc{i}", a, b, item, relu=True) for i, (a, b) in sizes]
+    return (*hidden_layers, _linear("out", hidden, classes, item, relu=False))
 
 
-def _gpt(layers: int, hidden: int, heads: int, context: int, vocabulary: int) -> tuple[Layer, ...]:
+def _gpt(layers: int, hidden: int, heads: int, context: int, vocabulary: int, item: int) -> tuple[Layer, ...]:
     """A pre-norm decoder (Radford et al. 2019) with RMSNorm, no biases, learned positions, an untied head."""
     h, c = hidden, context
-    embed = Layer("embed", (("token.weight", (vocabulary, h)), ("position.weight", (c, h))), 0, (c, h), 8 * c)
+    embed = Layer("embed", (("token.weight", (vocabulary, h)), ("position.weight", (c, h))), 0, (c, h), 8 * c, item)
     block_params = (
         ("norm1.weight", (h,)),
         ("qkv.weight", (3 * h, h)),
@@ -103,10 +112,11 @@ def _gpt(layers: int, hidden: int, heads: int, context: int, vocabulary: int) ->
     matmuls = 2 * c * (3 * h * h + h * h + 8 * h * h)
     attention = 2 * 2 * c * c * h  # scores and weighted sum, the full square
     # Kept: two norms' inputs and outputs, q k v, attention's output, up's output and GELU's, log-sum-exp a head.
-    saved = FP32 * c * (4 * h + 3 * h + h + 8 * h + heads)
-    blocks = tuple(Layer(f"block{i + 1}", block_params, matmuls + attention, (c, h), saved) for i in range(layers))
+    saved = item * c * (4 * h + 3 * h + h + 8 * h) + FP32 * c * heads
+    block = (block_params, matmuls + attention, (c, h), saved, item)
+    blocks = tuple(Layer(f"block{i + 1}", *block) for i in range(layers))
     head_params = (("norm.weight", (h,)), ("linear.weight", (vocabulary, h)))
-    head = Layer("head", head_params, 2 * c * h * vocabulary, (c, vocabulary), FP32 * c * 2 * h)
+    head = Layer("head", head_params, 2 * c * h * vocabulary, (c, vocabulary), item * c * 2 * h, item)
     return (embed, *blocks, head)
 
 

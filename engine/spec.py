@@ -40,6 +40,7 @@ MODES = (
 MODELS = ("cnn", "mlp", "gpt")
 DATASETS = ("digits", "text", "synthetic")
 SCHEDULES = tuple(schedules.TABLE)
+PRECISIONS = ("fp32", "bf16")
 OPTIMIZERS = ("sgd", "adamw")
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -83,6 +84,9 @@ class Spec:
         None, "reduce gradients after every micro-step, instead of once in a step (no_sync)"
     )
     bucket_mb: float | None = _setting(None, "size of DDP's gradient buckets, in MiB", low=1e-6, high=65_536)
+    precision: str | None = _setting(
+        None, "numbers of weights, gradients, activations and optimizer state", choices=PRECISIONS
+    )
     clip: float | None = _setting(
         None, "largest norm of all gradients together; larger ones are scaled", low=1e-6, high=1e6
     )

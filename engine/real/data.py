@@ -6,11 +6,20 @@ replicas see in step k is what one replica would see: that is what makes parity 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch.utils.data import DistributedSampler
 
 from engine import datasets
 from engine.job import Job
+from engine.real.models import dtype_of
+from engine.spec import Spec
+
+
+def _given(inputs: np.ndarray, spec: Spec) -> torch.Tensor:
+    """Images in the precision of the model; tokens as they are."""
+    tensor = torch.from_numpy(inputs)
+    return tensor.to(dtype_of(spec)) if tensor.is_floating_point() else tensor
 
 
 class Batches:
@@ -20,8 +29,8 @@ class Batches:
         spec = job.spec
         kind = "token" if spec.model == "gpt" else "image"
         data = datasets.load(spec.dataset, kind=kind, data_dir=spec.data_dir, context=spec.context, seed=spec.seed)
-        self.x, self.y = torch.from_numpy(data.train_x), torch.from_numpy(data.train_y)
-        self.validation = torch.from_numpy(data.validation_x), torch.from_numpy(data.validation_y)
+        self.x, self.y = _given(data.train_x, spec), torch.from_numpy(data.train_y)
+        self.validation = _given(data.validation_x, spec), torch.from_numpy(data.validation_y)
         self.size, self.per_epoch, self.device = spec.global_batch // replicas, job.batches_per_epoch, device
         self.sampler = DistributedSampler(range(len(self.x)), replicas, replica, seed=spec.seed, drop_last=True)
         self.epoch, self.order = -1, torch.empty(0, dtype=torch.long)

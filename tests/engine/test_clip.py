@@ -46,10 +46,11 @@ def test_norms_are_summed_over_the_axis_along_which_gradients_are_cut(mode, axis
     assert tail(mode, **SMALL) == [NORM, *sums, CLIP, STEP]
 
 
-def test_norm_weights_of_sequence_parallelism_are_laid_out_and_those_outside_are_not():
-    """Of a block's six parameters all are DTensors there; in plain tensor parallelism only the four matrices."""
+def test_norm_weights_of_sequence_parallelism_are_laid_out_and_others_are_not():
+    """Two blocks of six parameters, the embedding's two and the head's two: all are DTensors there but the position
+    embedding; in plain tensor parallelism so are the matrices, four a block and two."""
     sizes = [next(s for *_, axis, s in tail(mode, **TEXT) if axis) for mode in ("sequence", "tensor")]
-    assert sizes == [4 * 2 * 6, 4 * 2 * 4]
+    assert sizes == [4 * 15, 4 * 10]
 
 
 def test_replicas_of_shards_sum_over_the_shards_alone():

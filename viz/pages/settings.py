@@ -35,7 +35,7 @@ ROWS = (
 )
 MORE = (
     ("optimizer", "device"),
-    ("clip",),
+    ("precision", "clip"),
     ("epochs", "seed"),
     ("parity_steps", "record"),
     ("data_dir",),

@@ -28,7 +28,8 @@ class LayerSplit:
         self.batches = Batches(job, 0, 1, place.device) if self.is_first or self.is_last else None
         if not self.is_first:
             shape = job.stages[self.stage - 1][-1].output
-            self.inbound = torch.empty(job.spec.global_batch, *shape, device=place.device)
+            like = {"device": place.device, "dtype": models.dtype_of(job.spec)}
+            self.inbound = torch.empty(job.spec.global_batch, *shape, **like)
 
     def make_gradients(self, step: int) -> float | None:
         self.optimizer.zero_grad()

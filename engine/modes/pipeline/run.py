@@ -97,13 +97,14 @@ class Pipeline:
 
     def _stage(self, whole: models.Chain, stage: int, place: Place) -> MarkedStage:
         job, device = self.job, place.device
+        like = {"device": device, "dtype": models.dtype_of(job.spec), "requires_grad": True}
         samples = job.spec.global_batch // job.spec.microbatches
-        output = torch.zeros(samples, *job.stages[stage][-1].output, device=device, requires_grad=True)
+        output = torch.zeros(samples, *job.stages[stage][-1].output, **like)
         if stage == 0:
             example = self.batches(0)[0][:samples]
         else:
             shape = job.stages[stage - 1][-1].output
-            example = torch.zeros(samples, *shape, device=device, requires_grad=True)
+            example = torch.zeros(samples, *shape, **like)
         chain = models.piece(whole, job, stage).to(device)
         marked = MarkedStage(chain, stage, len(job.stages), device, input_args=(example,), output_args=(output,))
         marked.recorder = place.recorder

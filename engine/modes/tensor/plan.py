@@ -96,7 +96,7 @@ def backward(job: Job, layer: Layer) -> Cut:
         return [mlp, total[0], attention, total[1], piece(layer, "norm1", output=layer.output)]
     if style == "column" and layer.name != job.layers[0].name:  # nobody needs the gradient of the model's input
         inputs = layer.params[0][1][1]
-        total = collective("all_reduce", layer.name, FP32 * inputs)
+        total = collective("all_reduce", layer.name, layer.item * inputs)
         return [_dense(job, layer, style), total, piece(layer, "input", output=(inputs,))]
     return [_dense(job, layer, style) if style else layer]
 
@@ -123,7 +123,7 @@ def _dense(job: Job, layer: Layer, style: str) -> Layer:
     relu = layer.name != job.layers[-1].name
     output = (outputs,) if style == "column" else layer.output
     return dataclasses.replace(
-        layer, flops=layer.flops // job.degree("tp"), saved=FP32 * (inputs + outputs * relu), output=output
+        layer, flops=layer.flops // job.degree("tp"), saved=layer.item * (inputs + outputs * relu), output=output
     )
 
 
@@ -133,13 +133,13 @@ def _halves(job: Job, layer: Layer) -> tuple[Layer, Layer]:
     attention = piece(
         layer, "attention", "norm1", "qkv", "proj",
         flops=(2 * c * 4 * h * h + 2 * 2 * c * c * h) // ranks,
-        saved=FP32 * c * (2 * h + (4 * h + heads) // ranks),
+        saved=layer.item * c * (2 * h + 4 * h // ranks) + FP32 * c * heads // ranks,
         output=layer.output,
     )  # fmt: skip
     mlp = piece(
         layer, "mlp", "norm2", "up", "down",
         flops=2 * c * 8 * h * h // ranks,
-        saved=FP32 * c * (2 * h + 8 * h // ranks),
+        saved=layer.item * c * (2 * h + 8 * h // ranks),
         output=layer.output,
     )  # fmt: skip
     return attention, mlp

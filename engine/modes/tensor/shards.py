@@ -52,4 +52,4 @@ def held(job: Job) -> tuple[Layer, ...]:
 def piece(layer: Layer, name: str, *modules: str, output: tuple[int, ...], flops: int = 0, saved: int = 0) -> Layer:
     """A part of a layer between two collectives, with the parameters of some of its modules."""
     params = tuple((key, shape) for key, shape in layer.params if key.split(".")[0] in modules)
-    return Layer(f"{layer.name}.{name}", params, flops, output, saved)
+    return Layer(f"{layer.name}.{name}", params, flops, output, saved, layer.item)
