@@ -19,7 +19,18 @@ OPTIMIZER_COPIES = {"sgd": 1, "adamw": 2}
 OPTIMIZER_FLOPS = {"sgd": 4, "adamw": 12}
 
 
-def forward(layers: Sequence[Layer], samples: int, *, stage: int = 0, microbatch: int = 0) -> list[Op]:
+def kept(layer: Layer, spec: Spec | None) -> int:
+    """Bytes that a layer keeps of one sample from its forward to its backward pass, as far as it is computed again."""
+    if spec is None or spec.recompute in (None, "none"):
+        return layer.saved
+    if spec.recompute == "full":
+        return layer.inputs
+    return layer.products or layer.saved
+
+
+def forward(
+    layers: Sequence[Layer], samples: int, *, stage: int = 0, microbatch: int = 0, spec: Spec | None = None
+) -> list[Op]:
     return [
         Op(
             kind="forward",
@@ -28,25 +39,38 @@ def forward(layers: Sequence[Layer], samples: int, *, stage: int = 0, microbatch
             part=layer.name,
             flops=layer.flops * samples,
             bytes=layer.param_bytes + samples * (layer.saved + layer.output_bytes),
-            saved=layer.saved * samples,
+            saved=kept(layer, spec) * samples,
         )
         for layer in layers
     ]
 
 
-def backward(layers: Sequence[Layer], samples: int, *, stage: int = 0, microbatch: int = 0) -> list[Op]:
-    """From the last layer to the first: twice the FLOPs, reads what was saved, writes the parameters' gradients."""
-    return [
-        Op(
-            kind="backward",
-            stage=stage,
-            microbatch=microbatch,
-            part=layer.name,
-            flops=2 * layer.flops * samples,
-            bytes=2 * layer.param_bytes + 2 * samples * (layer.saved + layer.output_bytes),
-        )
-        for layer in reversed(layers)
-    ]
+def backward(
+    layers: Sequence[Layer], samples: int, *, stage: int = 0, microbatch: int = 0, spec: Spec | None = None
+) -> list[Op]:
+    """From the last layer to the first: what was not kept is computed again; then twice the FLOPs of forward, which
+    reads what was saved, and writes the parameters' gradients."""
+    where = {"stage": stage, "microbatch": microbatch}
+    ops = []
+    for layer in reversed(layers):
+        if kept(layer, spec) < layer.saved:
+            ops.append(_recompute(layer, samples, spec, **where))
+        traffic = 2 * layer.param_bytes + 2 * samples * (layer.saved + layer.output_bytes)
+        ops.append(Op(kind="backward", part=layer.name, flops=2 * layer.flops * samples, bytes=traffic, **where))
+    return ops
+
+
+def backward_by_layer(layers: Sequence[Layer], samples: int, *, spec: Spec) -> list[list[Op]]:
+    """The same, one list a layer, from the last to the first."""
+    return [backward([layer], samples, spec=spec) for layer in reversed(layers)]
+
+
+def _recompute(layer: Layer, samples: int, spec: Spec, **where: int) -> Op:
+    """The layer's forward once more, up to the last thing that backward needs; of products selectively none."""
+    flops = 0 if spec.recompute == "selective" else (layer.flops - layer.last_flops) * samples
+    traffic = layer.param_bytes + samples * (layer.saved + layer.output_bytes)
+    again = (layer.saved - kept(layer, spec)) * samples
+    return Op(kind="recompute", part=layer.name, flops=flops, bytes=traffic, saved=again, **where)
 
 
 def whole_stage(ops: Sequence[Op]) -> Op:

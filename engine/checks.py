@@ -27,6 +27,8 @@ def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
     models = MODE_MODELS.get(spec.mode, (spec.model,))
     if spec.model not in models:
         raise SpecError("model_of_mode", "model", spec.model, suggest=models, mode=spec.mode)
+    if spec.recompute == "selective" and not any(layer.products for layer in layers):
+        raise SpecError("nothing_to_recompute", "recompute", "selective", suggest=["none", "full"], model=spec.model)
     if spec.mode in TENSOR_MODES:
         _check_shards(spec, layers)
     if spec.mode == "hsdp":

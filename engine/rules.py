@@ -50,6 +50,8 @@ RULES = {
     "batch_by_devices": "global-batch must be divisible by the number of devices ({devices}); it is {value}.",
     "batch_by_microbatches": "microbatches must divide global-batch ({batch}); it is {value}.",
     "batch_by_microsteps": "accumulate must divide the {batch} samples of a device in a step; it is {value}.",
+    "nothing_to_recompute": "Beside its matrix products the model {model} keeps nothing that is worth computing again; "
+    "recompute is {value}.",
     "option_of_mode": "{setting} does not apply to the mode {mode}: {reason}. It is {value}; leave it out.",
     "too_many_stages": "Each of the {stages} stages needs at least one layer, and {model} has {layers}; "
     "{setting} is {value}.",

@@ -30,6 +30,7 @@ REPLICA_MODES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")  # each rank runs whol
 OPTIONS = {
     "accumulate": (1, ("single", *REPLICA_MODES)),
     "sync_every_microstep": (False, REPLICA_MODES),
+    "recompute": ("none", ("single", *REPLICA_MODES, "layer_split")),
     "precision": ("fp32", tuple(MODE_SETTINGS)),
     "clip": (None, tuple(MODE_SETTINGS)),
 }
@@ -47,6 +48,12 @@ REASONS = {
         "tensor": _WHOLE_BATCH,
         "sequence": _WHOLE_BATCH,
         "data_parallel": _SCATTERED,
+    },
+    "recompute": {
+        "data_parallel": "its replicas are made anew in every pass",
+        "pipeline": "PyTorch's stages split a backward in ways that a recomputation does not go through",
+        "tensor": "a layer would repeat its collectives, which are not planned",
+        "sequence": "a layer would repeat its collectives, which are not planned",
     },
     "sync_every_microstep": {"single": "one device has nobody to reduce gradients with"},
 }

@@ -33,6 +33,9 @@ class Layer:
     output: tuple[int, ...]  # shape
     saved: int  # bytes kept from the forward pass for the backward pass
     item: int = FP32  # bytes of a number
+    inputs: int = 0  # bytes of its input, which it keeps even where all else is computed again
+    products: int = 0  # bytes of its input and the results of its matrix products, where those are less than `saved`
+    last_flops: int = 0  # of a product at its end, of which backward does not need the result
 
     @property
     def num_params(self) -> int:
@@ -72,12 +75,15 @@ def _conv(name: str, inputs: int, outputs: int, side: int, item: int) -> Layer:
         (outputs, pooled, pooled),
         saved,
         item,
+        inputs=item * inputs * side**2,
+        products=item * (inputs * side**2 + outputs * after**2),
     )
 
 
 def _linear(name: str, inputs: int, outputs: int, item: int, *, relu: bool) -> Layer:
     params = (("weight", (outputs, inputs)), ("bias", (outputs,)))
-    return Layer(name, params, 2 * inputs * outputs, (outputs,), item * (inputs + outputs * relu), item)
+    saved = item * (inputs + outputs * relu)
+    return Layer(name, params, 2 * inputs * outputs, (outputs,), saved, item, inputs=item * inputs)
 
 
 def _cnn(classes: int, item: int) -> tuple[Layer, ...]:
@@ -100,7 +106,8 @@ def _mlp(layers: int, hidden: int, classes: int, item: int) -> tuple[Layer, ...]
 def _gpt(layers: int, hidden: int, heads: int, context: int, vocabulary: int, item: int) -> tuple[Layer, ...]:
     """A pre-norm decoder (Radford et al. 2019) with RMSNorm, no biases, learned positions, an untied head."""
     h, c = hidden, context
-    embed = Layer("embed", (("token.weight", (vocabulary, h)), ("position.weight", (c, h))), 0, (c, h), 8 * c, item)
+    embed_params = (("token.weight", (vocabulary, h)), ("position.weight", (c, h)))
+    embed = Layer("embed", embed_params, 0, (c, h), 8 * c, item, inputs=8 * c)
     block_params = (
         ("norm1.weight", (h,)),
         ("qkv.weight", (3 * h, h)),
@@ -114,9 +121,13 @@ def _gpt(layers: int, hidden: int, heads: int, context: int, vocabulary: int, it
     # Kept: two norms' inputs and outputs, q k v, attention's output, up's output and GELU's, log-sum-exp a head.
     saved = item * c * (4 * h + 3 * h + h + 8 * h) + FP32 * c * heads
     block = (block_params, matmuls + attention, (c, h), saved, item)
-    blocks = tuple(Layer(f"block{i + 1}", *block) for i in range(layers))
+    # The input, q k v, attention's output and log-sum-exps, and those of proj, up and down.
+    again = {"inputs": item * c * h, "products": item * c * (h + 3 * h + h + h + 4 * h + h) + FP32 * c * heads}
+    again["last_flops"] = 2 * c * 4 * h * h
+    blocks = tuple(Layer(f"block{i + 1}", *block, **again) for i in range(layers))
     head_params = (("norm.weight", (h,)), ("linear.weight", (vocabulary, h)))
-    head = Layer("head", head_params, 2 * c * h * vocabulary, (c, vocabulary), item * c * 2 * h, item)
+    flops, saved, again = 2 * c * h * vocabulary, item * c * 2 * h, {"inputs": item * c * h}
+    head = Layer("head", head_params, flops, (c, vocabulary), saved, item, **again, last_flops=flops)
     return (embed, *blocks, head)
 
 

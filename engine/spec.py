@@ -41,6 +41,7 @@ MODELS = ("cnn", "mlp", "gpt")
 DATASETS = ("digits", "text", "synthetic")
 SCHEDULES = tuple(schedules.TABLE)
 PRECISIONS = ("fp32", "bf16")
+RECOMPUTE = ("none", "selective", "full")
 OPTIMIZERS = ("sgd", "adamw")
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -86,6 +87,9 @@ class Spec:
     bucket_mb: float | None = _setting(None, "size of DDP's gradient buckets, in MiB", low=1e-6, high=65_536)
     precision: str | None = _setting(
         None, "numbers of weights, gradients, activations and optimizer state", choices=PRECISIONS
+    )
+    recompute: str | None = _setting(
+        None, "activations computed again in backward instead of kept: none, what is cheap, all", choices=RECOMPUTE
     )
     clip: float | None = _setting(
         None, "largest norm of all gradients together; larger ones are scaled", low=1e-6, high=1e6

@@ -257,6 +257,7 @@ class Pass:
         self.forward: dict[str, list[int]] = {}  # layer: begin, end (ns)
         self.gradients: dict[str, int] = {}  # layer, or "input": when the gradient of its output became known
         self.own_ends: dict[str, int] = {}  # layer: when its backward ended, where something else follows it
+        self.recomputed: dict[str, list[int]] = {}  # layer: begin, end (ns)
         self.backward_began = self.backward_ended = 0
         self.waits: list[tuple[int, int]] = []  # from a collective's call to its result (ns), in order
         self.layer = ""
@@ -271,6 +272,7 @@ class Pass:
 
     def begin_backward(self) -> None:
         self.recorder.doing = "backward"
+        self.recomputed: dict[str, list[int]] = {}  # layer: begin, end (ns)
         self.backward_began = self.recorder.now()
 
     def end_backward(self) -> None:
@@ -281,6 +283,13 @@ class Pass:
 
     def end_backward_of(self, layer: str) -> None:
         self.own_ends[layer] = self.recorder.now()
+
+    def begin_recompute(self, layer: str) -> None:
+        self.recorder.doing = f"recompute {layer}"
+        self.recomputed[layer] = [self.recorder.now(), 0]
+
+    def end_recompute(self, layer: str) -> None:
+        self.recomputed[layer][1] = self.recorder.now()
 
     def collect(self) -> None:
         layers = list(self.forward)
@@ -293,6 +302,9 @@ class Pass:
             end = self.gradients.get(before, self.backward_ended)
             if layer in self.own_ends:  # it begins when its gradient is there, and waits before and after are not its
                 start, end = self.gradients[layer], self.own_ends[layer]
+            if layer in self.recomputed:
+                begun, start = self.recomputed[layer]
+                self._mark("recompute", layer, begun, start)
             self._mark("backward", layer, start, end)
             start = end
 

@@ -25,6 +25,7 @@ from engine.real import models
 from engine.real.clip import clip
 from engine.real.data import Batches
 from engine.real.parity import Parity
+from engine.real.recompute import recompute
 from engine.real.recorder import Recorder
 from engine.real.training import Place, Training, mark_updates, update, whole
 from engine.settings import ONE_PROCESS_MODES
@@ -53,6 +54,8 @@ def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") 
     step = -1
     try:
         training = modes.run(job.spec.mode).training(job, place)
+        if job.spec.recompute not in (None, "none"):
+            recompute(training.chain, job)
         mark_updates(training.optimizer, recorder)
         parity = Parity(job, place, training)
         with (folder / f"rank{rank}.steps.jsonl").open("a", encoding="utf-8") as steps:

@@ -38,6 +38,7 @@ RANGES = [
     ({"lr": "-inf"}, "not_finite", "lr"),
     ({"lr": "1e999"}, "not_finite", "lr"),
     ({"accumulate": "5"}, "batch_by_microsteps", "accumulate"),
+    ({"model": "mlp", "recompute": "selective"}, "nothing_to_recompute", "recompute"),
     ({"mode": "pipeline", "accumulate": "2"}, "option_of_mode", "accumulate"),
     ({"bucket-mb": "nan"}, "not_finite", "bucket_mb"),
     ({"lr": "-0.1"}, "out_of_range", "lr"),

@@ -35,7 +35,8 @@ ROWS = (
 )
 MORE = (
     ("optimizer", "device"),
-    ("precision", "clip"),
+    ("precision", "recompute"),
+    ("clip",),
     ("epochs", "seed"),
     ("parity_steps", "record"),
     ("data_dir",),

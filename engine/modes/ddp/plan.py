@@ -32,10 +32,10 @@ def _passes(job: Job, step: int, microstep: int, synced: bool) -> list[Op]:
     if reduced == 1 and (each or microstep == 0):
         num_params = sum(len(layer.params) for layer in job.layers)
         ops += [_control("bucket order", INT32 * (num_params + 1)), _control("bucket sizes", INT32 * len(whole))]
-    ops += chain.forward(job.layers, job.micro_batch)
-    for op in chain.backward(job.layers, job.micro_batch):
-        ops.append(op)
-        ops += [_all_reduce(i, b.bytes) for i, b in enumerate(whole) if synced and b.last_layer == op.part]
+    ops += chain.forward(job.layers, job.micro_batch, spec=job.spec)
+    for compute in chain.backward_by_layer(job.layers, job.micro_batch, spec=job.spec):
+        full = [(i, b) for i, b in enumerate(whole) if synced and b.last_layer == compute[-1].part]
+        ops += [*compute, *(_all_reduce(i, b.bytes) for i, b in full)]
     return ops
 
 

@@ -22,7 +22,7 @@ def plan(job: Job, step: int) -> Plan:
 def gathering_twice(job: Job, mesh: Mesh) -> Plan:
     """Layers are freed after forward (reshard_after_forward=True), and gathered again for backward."""
     gathers = [gather(layer, job, mesh) for layer in reversed(job.layers)]
-    computes = [[op] for op in chain.backward(job.layers, job.micro_batch)]
+    computes = chain.backward_by_layer(job.layers, job.micro_batch, spec=job.spec)
     reduces = [reduce(layer, job, mesh) for layer in reversed(job.layers)]
 
     def passes(synced: bool) -> list[Op]:
@@ -39,7 +39,7 @@ def gathering_twice(job: Job, mesh: Mesh) -> Plan:
 def forward(job: Job, mesh: Mesh) -> list[Op]:
     """Every layer gathered, then computed; on devices of their own the next one is gathered meanwhile."""
     gathers = [gather(layer, job, mesh) for layer in job.layers]
-    computes = chain.forward(job.layers, job.micro_batch)
+    computes = chain.forward(job.layers, job.micro_batch, spec=job.spec)
     if not overlaps(job):
         return [op for gathered, compute in zip(gathers, computes, strict=True) for op in (*gathered, compute)]
     ahead = [*gathers[1:], []]

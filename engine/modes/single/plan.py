@@ -6,7 +6,8 @@ from engine.plan import Mesh, Plan, Program
 
 
 def plan(job: Job, step: int) -> Plan:
-    passes = [*chain.forward(job.layers, job.micro_batch), *chain.backward(job.layers, job.micro_batch)]
+    size, spec = job.micro_batch, job.spec
+    passes = [*chain.forward(job.layers, size, spec=spec), *chain.backward(job.layers, size, spec=spec)]
     ops = [*chain.microsteps(job, lambda k, synced: passes)]
     ops += [*chain.clip(job.layers, job.spec), chain.optimizer(job.layers, job.spec)]
     program = Program(tuple(ops), tuple(range(len(job.layers))), chain.standing_memory(job.layers, job.spec))

@@ -13,8 +13,9 @@ def plan(job: Job, step: int) -> Plan:
 
     def passes(synced: bool) -> list[Op]:
         ops = forward(job, mesh)
-        for layer, op in zip(reversed(job.layers), chain.backward(job.layers, job.micro_batch), strict=True):
-            ops += [op, *(reduce(layer, job, mesh) if synced else ())]
+        computes = chain.backward_by_layer(job.layers, job.micro_batch, spec=job.spec)
+        for layer, compute in zip(reversed(job.layers), computes, strict=True):
+            ops += [*compute, *(reduce(layer, job, mesh) if synced else ())]
         return ops
 
     return sharded(job, mesh, passes, gathered=sum(gathered_bytes(layer, ranks) for layer in job.layers))
