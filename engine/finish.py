@@ -124,7 +124,7 @@ def _parity(folder: Path, job: Job, state: str, done: int) -> dict[str, Any]:
     path = folder / "parity.json"
     if path.exists():
         return read_json(path)
-    asked = min(job.spec.parity_steps, job.steps)
+    asked = job.parity_steps
     reason = "parity-steps is 0" if not asked else f"the run {state} after {done} steps; parity needs {asked}"
     keys = ("loss_max_abs_diff", "grad_max_rel_diff", "param_max_abs_diff", "tolerance")
     return {"ok": None, **dict.fromkeys(keys), "reason": reason, "steps": 0}

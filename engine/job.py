@@ -32,6 +32,8 @@ from engine.settings import (
 from engine.shapes import Layer, model_layers
 from engine.spec import MAX_HEADS, MAX_REAL_DEVICES, Spec
 
+MAX_PARITY_STEPS = 64  # unless more are asked for: every rank keeps its gradients of each
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -73,6 +75,14 @@ class Job:
     def item(self) -> int:
         """Bytes of a number: of weights, gradients and activations."""
         return self.layers[0].item
+
+    @property
+    def parity_steps(self) -> int:
+        """First steps that are compared. Where weights are averaged now and then, the first average is among them."""
+        asked = self.spec.parity_steps
+        if asked and self.spec.sync_every and self.spec.sync_every < MAX_PARITY_STEPS:
+            asked = max(asked, self.spec.sync_every + 1)
+        return min(asked, self.steps)
 
     @property
     def processes(self) -> int:

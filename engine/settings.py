@@ -20,6 +20,7 @@ MODE_SETTINGS = {
     "zero2": {},
     "fsdp": {},
     "hsdp": {"dp": None, "fsdp": None},
+    "local_sgd": {"sync_every": 4},
     "layer_split": {"split": None},
     "pipeline": {"microbatches": None, "schedule": "1f1b", "split": None, "stages_per_rank": None},
     "tensor": {},
@@ -28,9 +29,9 @@ MODE_SETTINGS = {
 # Options of the training itself: the default, and the modes that have them.
 REPLICA_MODES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")  # each rank runs whole passes, and gradients are reduced
 OPTIONS = {
-    "accumulate": (1, ("single", *REPLICA_MODES)),
+    "accumulate": (1, ("single", *REPLICA_MODES, "local_sgd")),
     "sync_every_microstep": (False, REPLICA_MODES),
-    "recompute": ("none", ("single", *REPLICA_MODES, "layer_split")),
+    "recompute": ("none", ("single", *REPLICA_MODES, "local_sgd", "layer_split")),
     "precision": ("fp32", tuple(MODE_SETTINGS)),
     "clip": (None, tuple(MODE_SETTINGS)),
 }
@@ -55,10 +56,13 @@ REASONS = {
         "tensor": "a layer would repeat its collectives, which are not planned",
         "sequence": "a layer would repeat its collectives, which are not planned",
     },
-    "sync_every_microstep": {"single": "one device has nobody to reduce gradients with"},
+    "sync_every_microstep": {
+        "single": "one device has nobody to reduce gradients with",
+        "local_sgd": "no gradients are reduced",
+    },
 }
 MODE_MODELS = {"sequence": ("gpt",)}  # a mode that is not named takes every model
-DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp")  # split the batch over devices
+DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "local_sgd")  # split the batch over devices
 # A mode is a name for a mesh: of one axis, or of those whose degrees are settings.
 MODE_AXIS = {
     "single": "dp",
@@ -67,6 +71,7 @@ MODE_AXIS = {
     "zero1": "dp",
     "zero2": "fsdp",
     "fsdp": "fsdp",
+    "local_sgd": "dp",
     "layer_split": "pp",
     "pipeline": "pp",
     "tensor": "tp",

@@ -32,6 +32,7 @@ MODES = (
     "zero2",
     "fsdp",
     "hsdp",
+    "local_sgd",
     "layer_split",
     "pipeline",
     "tensor",
@@ -85,6 +86,9 @@ class Spec:
         None, "reduce gradients after every micro-step, instead of once in a step (no_sync)"
     )
     bucket_mb: float | None = _setting(None, "size of DDP's gradient buckets, in MiB", low=1e-6, high=65_536)
+    sync_every: int | None = _setting(
+        None, "steps that each rank takes alone before parameters are averaged (local_sgd)", low=1, high=1_000_000
+    )
     precision: str | None = _setting(
         None, "numbers of weights, gradients, activations and optimizer state", choices=PRECISIONS
     )

@@ -109,6 +109,10 @@ def _verdict(ok: bool | None) -> str:
 
 
 def _parity(parity: dict[str, Any]) -> str:
+    if exact := parity.get("exact"):
+        distance = f"loss {parity['loss_max_abs_diff']:.1e}, parameters {parity['param_max_abs_diff']:.1e}"
+        told = f": {parity['reason']}" if parity["ok"] is None else ""
+        return f"{told} ({distance} apart); as designed: {_verdict(exact['ok'])}{_parity(exact)}"
     if parity["ok"] is None:
         return f": {parity['reason']}"
     allowed = parity["tolerance"]

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from engine.job import Job
@@ -51,8 +51,9 @@ def update(training: Training, recorder: Recorder) -> None:
 
 
 def mark_updates(optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
-    """Mark what this rank computes in an update: of a ZeroRedundancyOptimizer its own part, not the broadcasts."""
-    own = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    """Mark what this rank computes in an update, without what it sends: of ZeRO-1 its own part."""
+    around = (ZeroRedundancyOptimizer, PostLocalSGDOptimizer)  # these communicate, and have another one inside
+    own = optimizer.optim if isinstance(optimizer, around) else optimizer
     began = 0
 
     def begin(*_) -> None:

@@ -166,7 +166,7 @@ def _validate(job: Job, place: Place, training: Training) -> None:
     if place.rank != 0:
         return
     model = models.build(job)
-    model.load_state_dict({name: tensor for piece in pieces for name, tensor in piece.items()})
+    model.load_state_dict(_joined(pieces))
     inputs, targets = Batches(job, 0, 1, torch.device("cpu")).validation
     right = total = 0
     with torch.no_grad():
@@ -175,6 +175,15 @@ def _validate(job: Job, place: Place, training: Training) -> None:
             right, total = right + int((guess == y).sum()), total + y.numel()
     text = json.dumps({"accuracy": right / total if total else None, "count": total})
     (place.run_dir / "validation.json").write_text(text)
+
+
+def _joined(pieces: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The model of which each rank has a piece. Of what several have, the mean: replicas of local SGD differ."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for piece in pieces:
+        for name, tensor in piece.items():
+            found.setdefault(name, []).append(tensor)
+    return {name: torch.stack(alike).mean(0) for name, alike in found.items()}
 
 
 if __name__ == "__main__":

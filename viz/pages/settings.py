@@ -25,6 +25,7 @@ ROWS = (
     ("tp", "cp"),
     ("pp", "ep"),
     ("accumulate", "sync_every_microstep"),
+    ("sync_every",),
     ("bucket_mb",),
     ("stages_per_rank", "split"),
     ("model", "dataset"),

@@ -1,0 +1,89 @@
+"""A job -> its first steps in one process: what parity compares with.
+
+One device takes every global batch whole. A mode that differs from that by design is also simulated: as many replicas
+as it has, each with its own part of the batch, and between them just what the mode does.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from engine.job import Job
+from engine.real import models
+from engine.real.data import Batches
+
+# What makes a mode or an option come to other numbers than one device, in words for the result.
+LOCAL_SGD = "local SGD differs from one device by design: replicas drift apart between averages"
+
+
+class Trained(NamedTuple):
+    """A training as one rank sees it: losses, gradients and their norms of each step, and the parameters in the end."""
+
+    losses: list[float]
+    gradients: list[dict[str, torch.Tensor]]
+    norms: list[float | None]  # before clipping; None where nothing is clipped
+    parameters: dict[str, torch.Tensor]
+
+
+class Replica:
+    """One model on one device, with its part of each batch."""
+
+    def __init__(self, job: Job, replica: int, replicas: int):
+        self.largest = job.spec.clip
+        self.model = models.build(job)
+        self.optimizer = models.make_optimizer(job, self.model.parameters())
+        self.batches = Batches(job, replica, replicas, torch.device("cpu"))
+        self.trained = Trained([], [], [], {})
+
+    def make_gradients(self, step: int) -> None:
+        inputs, targets = self.batches(step)
+        self.optimizer.zero_grad()
+        loss = models.loss_of(self.model(inputs), targets)
+        loss.backward()
+        self.trained.losses.append(loss.item())
+
+    def update(self) -> None:
+        parameters = self.model.parameters()
+        self.trained.gradients.append({name: p.grad.clone() for name, p in self.model.named_parameters()})
+        largest = self.largest
+        norm = None if largest is None else torch.nn.utils.clip_grad_norm_(parameters, largest).item()
+        self.trained.norms.append(norm)
+        self.optimizer.step()
+
+    def done(self) -> Trained:
+        return self.trained._replace(parameters={name: p.detach() for name, p in self.model.named_parameters()})
+
+
+def one_device(job: Job, steps: int) -> Trained:
+    alone = Replica(job, 0, 1)
+    for step in range(steps):
+        alone.make_gradients(step)
+        alone.update()
+    return alone.done()
+
+
+def by_design(job: Job) -> str | None:
+    """Why a job is not to equal one device, if it is not."""
+    return LOCAL_SGD if job.spec.mode == "local_sgd" else None
+
+
+def simulated(job: Job, steps: int) -> list[Trained]:
+    """What each rank of such a job must come to."""
+    replicas = [Replica(job, rank, job.replicas) for rank in range(job.replicas)]
+    for step in range(steps):
+        for replica in replicas:
+            replica.make_gradients(step)
+            replica.update()
+        if (step + 1) % job.spec.sync_every == 0:
+            _average([replica.model for replica in replicas])
+    return [replica.done() for replica in replicas]
+
+
+@torch.no_grad()
+def _average(alike: list[models.Chain]) -> None:
+    for parameters in zip(*(model.parameters() for model in alike), strict=True):
+        mean = torch.stack(parameters).mean(0)
+        for parameter in parameters:
+            parameter.copy_(mean)
