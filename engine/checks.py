@@ -9,7 +9,7 @@ import math
 
 from engine import schedules
 from engine.rules import SpecError
-from engine.settings import DATA_MODES, MODE_MODELS, SEVERAL_STAGES, STAGE_MODES, TENSOR_MODES
+from engine.settings import DATA_MODES, MODE_MODELS, ONE_BUCKET_MB, SEVERAL_STAGES, STAGE_MODES, TENSOR_MODES
 from engine.shapes import Layer, balance
 from engine.spec import Spec
 
@@ -132,6 +132,21 @@ def _check_microbatches(spec: Spec) -> Spec:
         raise SpecError("batch_by_microbatches", "microbatches", count, suggest=nearest(enough, count), batch=batch)
     if broken := schedules.check(spec.schedule, spec.devices, spec.stages_per_rank, count):
         raise SpecError(broken.code, "microbatches", count, suggest=nearest(enough, count), **broken.values)
+    return spec
+
+
+def check_compression(spec: Spec) -> Spec:
+    """Rules of gradient compression; before defaults are filled in, since what is one bucket depends on it."""
+    if spec.compress_rank is not None and spec.compress != "powersgd":
+        raise SpecError("does_not_apply", "compress_rank", spec.compress_rank, to=f"compress {spec.compress or 'none'}")
+    if spec.compress in (None, "none"):
+        return spec
+    if spec.precision == "bf16":
+        raise SpecError("compress_of_bf16", "compress", spec.compress, suggest=["none"])
+    if spec.compress == "powersgd" and spec.bucket_mb not in (None, ONE_BUCKET_MB):
+        raise SpecError("one_bucket", "bucket_mb", spec.bucket_mb)
+    if spec.compress == "powersgd" and spec.sync_every_microstep:
+        raise SpecError("exclusive", "sync_every_microstep", True, other="compress powersgd")
     return spec
 
 

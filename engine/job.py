@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine import datasets, schedules
-from engine.checks import check_batch, check_mode, nearest, pipelines
+from engine.checks import check_batch, check_compression, check_mode, nearest, pipelines
 from engine.faults import FAULTS, parse_fault
 from engine.plan import AXES
 from engine.rules import SpecError
@@ -22,8 +22,10 @@ from engine.settings import (
     MODE_SETTINGS,
     MODEL_DATASETS,
     MODEL_DEFAULTS,
+    ONE_BUCKET_MB,
     ONE_PROCESS_MODES,
     PLANNED_ONLY,
+    POWERSGD_RANK,
     REASONS,
     STAGE_MODES,
     TENSOR_MODES,
@@ -32,6 +34,7 @@ from engine.settings import (
 from engine.shapes import Layer, model_layers
 from engine.spec import MAX_HEADS, MAX_REAL_DEVICES, Spec
 
+POWERSGD_STEPS = 5  # two that it leaves alone, one to begin with, and two that build on what was left out before
 MAX_PARITY_STEPS = 64  # unless more are asked for: every rank keeps its gradients of each
 
 
@@ -78,10 +81,12 @@ class Job:
 
     @property
     def parity_steps(self) -> int:
-        """First steps that are compared. Where weights are averaged now and then, the first average is among them."""
+        """First steps that are compared. What a mode does only now and then is among them."""
         asked = self.spec.parity_steps
         if asked and self.spec.sync_every and self.spec.sync_every < MAX_PARITY_STEPS:
             asked = max(asked, self.spec.sync_every + 1)
+        if asked and self.spec.compress == "powersgd":
+            asked = max(asked, POWERSGD_STEPS)
         return min(asked, self.steps)
 
     @property
@@ -110,11 +115,13 @@ def prepare(spec: Spec) -> Job:
     _check_applies(spec)
     defaults = {k: v for k, v in MODEL_DEFAULTS[spec.model].items() if getattr(spec, k) is None}
     defaults |= {k: v for k, v in MODE_SETTINGS[spec.mode].items() if getattr(spec, k) is None and v is not None}
+    if spec.compress == "powersgd":
+        defaults |= {"bucket_mb": ONE_BUCKET_MB, "compress_rank": spec.compress_rank or POWERSGD_RANK}
     if spec.lr is None:
         defaults["lr"] = LEARNING_RATES[spec.optimizer]
     if spec.dataset is None:
         defaults["dataset"] = MODEL_DATASETS[spec.model][0]
-    spec = spec.with_(**defaults)
+    spec = check_compression(spec).with_(**defaults)
     if spec.dataset not in MODEL_DATASETS[spec.model]:
         raise SpecError(
             "dataset_of_model", "dataset", spec.dataset, suggest=MODEL_DATASETS[spec.model], model=spec.model

@@ -31,6 +31,8 @@ REPLICA_MODES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")  # each rank runs whol
 OPTIONS = {
     "accumulate": (1, ("single", *REPLICA_MODES, "local_sgd")),
     "sync_every_microstep": (False, REPLICA_MODES),
+    "compress": ("none", ("ddp",)),
+    "compress_rank": (None, ("ddp",)),  # of powersgd alone
     "recompute": ("none", ("single", *REPLICA_MODES, "local_sgd", "layer_split")),
     "precision": ("fp32", tuple(MODE_SETTINGS)),
     "clip": (None, tuple(MODE_SETTINGS)),
@@ -85,6 +87,8 @@ PLANNED_ONLY = ("zb_h2", "dualpipe")  # schedules that PyTorch does not have
 SEVERAL_STAGES = 2  # on a device, where the schedule leaves it open
 LEARNING_RATES = {"sgd": 0.05, "adamw": 0.002}
 DEFAULT_STEPS = 20
+POWERSGD_RANK = 2
+ONE_BUCKET_MB = 65_536.0  # no model's gradients fill it
 
 
 def applies(setting: str, mode: str, model: str) -> bool:

@@ -43,6 +43,7 @@ DATASETS = ("digits", "text", "synthetic")
 SCHEDULES = tuple(schedules.TABLE)
 PRECISIONS = ("fp32", "bf16")
 RECOMPUTE = ("none", "selective", "full")
+COMPRESS = ("none", "fp16", "powersgd")
 OPTIMIZERS = ("sgd", "adamw")
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -89,6 +90,8 @@ class Spec:
     sync_every: int | None = _setting(
         None, "steps that each rank takes alone before parameters are averaged (local_sgd)", low=1, high=1_000_000
     )
+    compress: str | None = _setting(None, "how gradients are made smaller before they are sent (ddp)", choices=COMPRESS)
+    compress_rank: int | None = _setting(None, "columns of a matrix's factors (powersgd)", low=1, high=1024)
     precision: str | None = _setting(
         None, "numbers of weights, gradients, activations and optimizer state", choices=PRECISIONS
     )

@@ -13,9 +13,13 @@ import torch
 from engine.job import Job
 from engine.real import models
 from engine.real.data import Batches
+from engine.real.powersgd import PowerSGD
 
 # What makes a mode or an option come to other numbers than one device, in words for the result.
 LOCAL_SGD = "local SGD differs from one device by design: replicas drift apart between averages"
+
+
+POWERSGD = "PowerSGD differs from one device by design: it sends matrices as products of a few columns"
 
 
 class Trained(NamedTuple):
@@ -44,9 +48,16 @@ class Replica:
         loss.backward()
         self.trained.losses.append(loss.item())
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {name: p.grad.clone() for name, p in self.model.named_parameters()}
+
+    def take(self, gradients: dict[str, torch.Tensor]) -> None:
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = gradients[name].clone()
+
     def update(self) -> None:
         parameters = self.model.parameters()
-        self.trained.gradients.append({name: p.grad.clone() for name, p in self.model.named_parameters()})
+        self.trained.gradients.append(self.gradients())
         largest = self.largest
         norm = None if largest is None else torch.nn.utils.clip_grad_norm_(parameters, largest).item()
         self.trained.norms.append(norm)
@@ -66,17 +77,25 @@ def one_device(job: Job, steps: int) -> Trained:
 
 def by_design(job: Job) -> str | None:
     """Why a job is not to equal one device, if it is not."""
+    if job.spec.compress == "powersgd":
+        return POWERSGD
     return LOCAL_SGD if job.spec.mode == "local_sgd" else None
 
 
 def simulated(job: Job, steps: int) -> list[Trained]:
     """What each rank of such a job must come to."""
     replicas = [Replica(job, rank, job.replicas) for rank in range(job.replicas)]
+    compression = PowerSGD(job) if job.spec.compress == "powersgd" else None
     for step in range(steps):
         for replica in replicas:
             replica.make_gradients(step)
+        if compression:
+            reduced = compression.reduce([replica.gradients() for replica in replicas])
+            for replica in replicas:
+                replica.take(reduced)
+        for replica in replicas:
             replica.update()
-        if (step + 1) % job.spec.sync_every == 0:
+        if job.spec.sync_every and (step + 1) % job.spec.sync_every == 0:
             _average([replica.model for replica in replicas])
     return [replica.done() for replica in replicas]
 

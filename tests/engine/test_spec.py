@@ -38,6 +38,10 @@ RANGES = [
     ({"lr": "-inf"}, "not_finite", "lr"),
     ({"lr": "1e999"}, "not_finite", "lr"),
     ({"accumulate": "5"}, "batch_by_microsteps", "accumulate"),
+    ({"precision": "bf16", "compress": "fp16"}, "compress_of_bf16", "compress"),
+    ({"bucket-mb": "1", "compress": "powersgd"}, "one_bucket", "bucket_mb"),
+    ({"sync-every-microstep": "1", "accumulate": "2", "compress": "powersgd"}, "exclusive", "sync_every_microstep"),
+    ({"compress": "fp16", "compress-rank": "2"}, "does_not_apply", "compress_rank"),
     ({"model": "mlp", "recompute": "selective"}, "nothing_to_recompute", "recompute"),
     ({"mode": "pipeline", "accumulate": "2"}, "option_of_mode", "accumulate"),
     ({"bucket-mb": "nan"}, "not_finite", "bucket_mb"),
@@ -472,7 +476,8 @@ def test_a_job_has_every_setting_that_applies_and_no_other(mode, model):
     resolved = prepare(Spec(mode=mode, model=model, devices=devices)).spec
     for settings, own in ((MODEL_DEFAULTS, model), (MODE_SETTINGS, mode)):
         for name in {name for of in settings.values() for name in of}:
-            given = name in settings[own] and name != "clip"  # gradients are not clipped unless that is asked for
+            asked_for = ("clip", "compress_rank")  # these are nothing unless they are
+            given = name in settings[own] and name not in asked_for
             assert (getattr(resolved, name) is not None) == given, name
     assert resolved.dataset is not None
     # So it can be stored, read and prepared again, and is the same.

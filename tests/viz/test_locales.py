@@ -12,7 +12,19 @@ import pytest
 from engine import archive, modes
 from engine.cost.machine import MACHINES
 from engine.rules import RULES, SpecError
-from engine.spec import DATASETS, DEVICES, MODELS, MODES, OPTIMIZERS, PRECISIONS, RECOMPUTE, SCHEDULES, WANTED, Spec
+from engine.spec import (
+    COMPRESS,
+    DATASETS,
+    DEVICES,
+    MODELS,
+    MODES,
+    OPTIMIZERS,
+    PRECISIONS,
+    RECOMPUTE,
+    SCHEDULES,
+    WANTED,
+    Spec,
+)
 from viz.figures import words
 from viz.locales import LANGUAGES, read, text
 from viz.locales.engine import explain, help_of, lesson, phrase
@@ -72,6 +84,7 @@ def test_every_choice_setting_and_state_has_a_name(language: str):
         "optimizer": OPTIMIZERS,
         "precision": PRECISIONS,
         "recompute": RECOMPUTE,
+        "compress": COMPRESS,
         "device": DEVICES,
         "machine": MACHINES,
         "state": {*archive.STATES, *archive.FINAL},

@@ -27,6 +27,7 @@ ROWS = (
     ("accumulate", "sync_every_microstep"),
     ("sync_every",),
     ("bucket_mb",),
+    ("compress", "compress_rank"),
     ("stages_per_rank", "split"),
     ("model", "dataset"),
     ("layers", "hidden"),

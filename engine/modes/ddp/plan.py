@@ -8,6 +8,7 @@ broadcast. A bucket is closed by the gradient that makes it reach its size limit
 from engine import chain
 from engine.job import Job
 from engine.modes.ddp.buckets import buckets
+from engine.modes.ddp.compression import all_reduces, kept
 from engine.plan import Mesh, Op, Plan, Program
 
 INT32 = 4  # bytes
@@ -18,6 +19,8 @@ def plan(job: Job, step: int) -> Plan:
     ops += [*chain.clip(job.layers, job.spec), chain.optimizer(job.layers, job.spec)]
     memory = chain.standing_memory(job.layers, job.spec)
     memory["buckets"] = sum(layer.param_bytes for layer in job.layers)
+    if extra := kept(buckets(job.layers, job.spec.bucket_mb), job.layers, job.spec):
+        memory["compression"] = extra
     program = Program(tuple(ops), tuple(range(len(job.layers))), memory)
     ranks = job.degree("dp")
     return Plan(Mesh(("dp",), (ranks,)), (program,), (0,) * ranks, tuple(layer.name for layer in job.layers))
@@ -35,12 +38,15 @@ def _passes(job: Job, step: int, microstep: int, synced: bool) -> list[Op]:
     ops += chain.forward(job.layers, job.micro_batch, spec=job.spec)
     for compute in chain.backward_by_layer(job.layers, job.micro_batch, spec=job.spec):
         full = [(i, b) for i, b in enumerate(whole) if synced and b.last_layer == compute[-1].part]
-        ops += [*compute, *(_all_reduce(i, b.bytes) for i, b in full)]
+        ops += compute
+        for i, bucket in full:
+            sent = all_reduces(bucket, job.layers, job.spec, reduced)
+            ops += [_all_reduce(f"bucket{i}{what}", size) for what, size in sent]
     return ops
 
 
-def _all_reduce(bucket: int, size: int) -> Op:
-    return Op(kind="all_reduce", part=f"bucket{bucket}", payload="gradient", axis="dp", asynchronous=True, bytes=size)
+def _all_reduce(part: str, size: int) -> Op:
+    return Op(kind="all_reduce", part=part, payload="gradient", axis="dp", asynchronous=True, bytes=size)
 
 
 def _control(part: str, size: int) -> Op:
