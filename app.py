@@ -1,6 +1,7 @@
 """The address -> a page: `streamlit run app.py` opens the lab, /runs the list of earlier runs.
 
-`streamlit run app.py -- --runs-dir FOLDER` keeps the runs somewhere else.
+`streamlit run app.py -- --runs-dir FOLDER` keeps the runs somewhere else. Streamlit imports this file once to serve it
+and runs it again for each view of a page.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import sys
 from pathlib import Path
 
 import streamlit as st
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
+from starlette.routing import Route
 
 from engine.archive import RUNS
 from viz import locales, pages
@@ -19,16 +23,31 @@ from viz.pages.state import read_language
 
 SIDEBAR = 330  # pixels
 
-parser = argparse.ArgumentParser(allow_abbrev=False)
-parser.add_argument("--runs-dir", type=Path, default=RUNS)
-runs_dir = parser.parse_known_args(sys.argv[1:])[0].runs_dir
 
-mark = Path(pages.__file__).with_name("mark.svg")
-st.set_page_config(page_title="Lockstep", page_icon=mark, layout="wide", initial_sidebar_state=SIDEBAR)
-st.logo(mark, size="large")
-warm_launcher()
-text = locales.text(read_language())
-# Pages have no icons: a browser would ask Google for them.
-lab_page = st.Page(lambda: lab.show(runs_dir), title=text("page.lab"), url_path="lab", default=True)
-runs_page = st.Page(lambda: runs.show(runs_dir, lab_page), title=text("page.runs"), url_path="runs")
-st.navigation([lab_page, runs_page], position="top").run()
+def page_below_root(_: Request) -> HTMLResponse:
+    """Streamlit's own page, told that its server is one level up: else a browser that opens or reloads /runs first asks
+    for the server's files below it, and its console shows what it did not find."""
+    html = (Path(st.__file__).parent / "static" / "index.html").read_text(encoding="utf-8")
+    told = '<script>window.__streamlit = {BACKEND_BASE_URL: new URL(".", location.href).href}</script>'
+    return HTMLResponse(html.replace("<head>", "<head>" + told, 1))
+
+
+def show() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--runs-dir", type=Path, default=RUNS)
+    runs_dir = parser.parse_known_args(sys.argv[1:])[0].runs_dir
+    mark = Path(pages.__file__).with_name("mark.svg")
+    st.set_page_config(page_title="Lockstep", page_icon=mark, layout="wide", initial_sidebar_state=SIDEBAR)
+    st.logo(mark, size="large")
+    warm_launcher()
+    text = locales.text(read_language())
+    # Pages have no icons: a browser would ask Google for them.
+    lab_page = st.Page(lambda: lab.show(runs_dir), title=text("page.lab"), url_path="lab", default=True)
+    runs_page = st.Page(lambda: runs.show(runs_dir, lab_page), title=text("page.runs"), url_path="runs")
+    st.navigation([lab_page, runs_page], position="top").run()
+
+
+if __name__ == "__main__":
+    show()
+else:
+    app = st.App(Path(__file__), routes=[Route("/runs", page_below_root)])

@@ -8,10 +8,21 @@ from __future__ import annotations
 import math
 
 from engine import schedules
+from engine.modes.context.deal import num_chunks
 from engine.rules import SpecError
-from engine.settings import DATA_MODES, MODE_MODELS, ONE_BUCKET_MB, SEVERAL_STAGES, STAGE_MODES, TENSOR_MODES
+from engine.settings import (
+    DATA_MODES,
+    MAX_RING,
+    MODE_MODELS,
+    MODEL_REASONS,
+    ONE_BUCKET_MB,
+    SEVERAL_STAGES,
+    STAGE_MODES,
+    TENSOR_MODES,
+    degrees,
+)
 from engine.shapes import Layer, balance
-from engine.spec import Spec
+from engine.spec import MAX_DEVICES, Spec
 
 
 def nearest(good: list[int], value: int, count: int = 3) -> list[int]:
@@ -27,10 +38,17 @@ def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
     models = MODE_MODELS.get(spec.mode, (spec.model,))
     if spec.model not in models:
         raise SpecError("model_of_mode", "model", spec.model, suggest=models, mode=spec.mode)
+    for (model, setting, value), reason in MODEL_REASONS.items():
+        if spec.model == model and getattr(spec, setting) == value:
+            raise SpecError("option_of_model", setting, value, model=model, reason=reason)
     if spec.recompute == "selective" and not any(layer.products for layer in layers):
         raise SpecError("nothing_to_recompute", "recompute", "selective", suggest=["none", "full"], model=spec.model)
     if spec.mode in TENSOR_MODES:
         _check_shards(spec, layers)
+    if spec.mode == "context":
+        return check_context(spec)
+    if spec.mode == "expert" and spec.experts % spec.devices:
+        raise _experts_left(spec)
     if spec.mode == "hsdp":
         return _check_degrees(spec)
     if spec.mode not in STAGE_MODES:
@@ -90,6 +108,41 @@ def _check_shards(spec: Spec, layers: tuple[Layer, ...]) -> None:
         good = nearest([d for d in range(1, shared + 1) if shared % d == 0], spec.devices, 8)
         what = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise SpecError("devices_divide", "devices", spec.devices, suggest=good, model=spec.model, sizes=what)
+
+
+def check_context(spec: Spec, setting: str = "devices") -> Spec:
+    """Whether each rank gets as many tokens as any other. `setting`: the one that says over how many they are dealt.
+
+    Ulysses attends to the whole context on every rank, in its order: there is nothing to balance, and two chunks a rank
+    would have to be sorted first.
+    """
+    degree = degrees(spec).get("cp", 1)
+    if spec.attention == "ulysses":
+        if spec.balance == "head_tail":
+            raise SpecError("does_not_apply", "balance", spec.balance, suggest=["none"], to="the attention ulysses")
+        shared = math.gcd(spec.heads, spec.context)
+        if shared % degree:
+            good = nearest([d for d in range(1, shared + 1) if shared % d == 0], degree, 8)
+            sizes = {"heads": spec.heads, "context": spec.context}
+            raise SpecError("heads_of_ulysses", setting, degree, suggest=good, **sizes)
+        return spec.with_(balance="none")
+    spec = spec.with_(balance=spec.balance or "head_tail")
+    chunks, most = num_chunks(1, spec.balance), MAX_RING if spec.attention == "ring" else MAX_DEVICES
+    good = [d for d in range(1, min(spec.context, most) + 1) if d == 1 or spec.context % (chunks * d) == 0]
+    if degree > most:
+        raise SpecError("ring_too_long", setting, degree, suggest=nearest(good, degree), high=most)
+    if degree not in good:
+        sizes = {"chunks": chunks, "context": spec.context}
+        raise SpecError("context_divides", setting, degree, suggest=nearest(good, degree, 8), **sizes)
+    return spec
+
+
+def _experts_left(spec: Spec) -> SpecError:
+    """Suggests numbers of devices that can also share the batch."""
+    shared = math.gcd(spec.experts, spec.global_batch)
+    good = nearest([d for d in range(1, shared + 1) if shared % d == 0], spec.devices, 8)
+    sizes = f"experts {spec.experts}"
+    return SpecError("devices_divide", "devices", spec.devices, suggest=good, model=spec.model, sizes=sizes)
 
 
 def _check_degrees(spec: Spec) -> Spec:

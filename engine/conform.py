@@ -88,14 +88,14 @@ def _in_order(seen: list[Span], wanted: list[Span], free: list[bool]) -> list[Sp
 
     gloo takes ops off its queue in order, but runs two at a time and notes the start of each on the thread that runs
     it. A thread that has to wait for a core lets the other one run ahead, so one op can be noted after its successors:
-    one, since there are two threads, and those successors in their order.
+    one, since there are two threads, and those successors in their order, whether or not they are waited for.
     """
     seen = sorted(seen, key=lambda span: span.start)
     for i, want in enumerate(wanted[: len(seen)]):
         if not free[i] or _same(want, seen[i]):
             continue
         late = next((j for j in range(i + 1, min(len(seen), len(wanted))) if _same(want, seen[j])), None)
-        if late and all(free[k + 1] and _same(wanted[k + 1], seen[k]) for k in range(i, late)):
+        if late and all(_same(wanted[k + 1], seen[k]) for k in range(i, late)):
             seen.insert(i, seen.pop(late))
     return seen
 

@@ -6,9 +6,12 @@ import json
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import numpy as np
 
 from engine import modes
 from engine.analyse import bubble_fraction, exposed_communication_fraction
@@ -30,7 +33,9 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
     job = prepare(Spec.from_dict(read_json(folder / "spec.json")))
     steps = [read_steps(folder, rank) for rank in range(job.processes)]
     done = min((len(rows) for rows in steps), default=0)
-    conformance, spans = _conformance(job, list(read_spans(folder, job.processes)), done, early=state != "finished")
+    routed = [_routed(steps, step) for step in range(done)]
+    spans = list(read_spans(folder, job.processes))
+    conformance, spans = _conformance(job, spans, routed, early=state != "finished")
     timeline = Timeline.of(settle(spans), "measured", job.spec.devices)
     timeline.save(folder / "timeline.parquet")
     steady = range(min(FIRST_STEADY_STEP, max(done - 1, 0)), done)
@@ -54,6 +59,7 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
         "validation_accuracy": read_json(validation)["accuracy"] if validation.exists() else None,
         "parity": _parity(folder, job, state, done),
         "conformance": conformance,
+        "expert_tokens": _expert_tokens(job, routed),
         "peak_memory": _peak_memory(job, steps),
         "bubble_fraction": bubble_fraction(whole, since=steady.start) if len(whole) else None,
         "exposed_communication_fraction": (
@@ -101,7 +107,34 @@ def settle(spans: list[Span]) -> list[Span]:
     return settled
 
 
-def _conformance(job: Job, spans: list[Span], done: int, *, early: bool) -> tuple[dict[str, Any], list[Span]]:
+def _routed(steps: list[list[dict]], step: int) -> tuple[dict[str, list[int]], ...] | None:
+    """What the routers of each rank chose in a step (see Job.routed); None where there are none."""
+    each = tuple(rows[step].get("routed", {}) for rows in steps)
+    return each if any(each) else None
+
+
+def _expert_tokens(job: Job, routed: list[tuple[dict[str, list[int]], ...] | None]) -> dict[str, Any] | None:
+    """Tokens that each expert of each block got in a step from all ranks: in the `last` one, and in the `mean` one.
+    `even`: as many as each would get if all got the same."""
+    totals: list[dict[str, np.ndarray]] = []
+    for step in filter(None, routed):
+        blocks = sorted({name for rank in step for name in rank}, key=[layer.name for layer in job.layers].index)
+        totals.append({name: sum(np.array(rank[name]) for rank in step if name in rank) for name in blocks})
+    if not totals:
+        return None
+    mean = {name: sum(step[name] for step in totals) / len(totals) for name in totals[-1]}
+    return {
+        "even": job.spec.global_batch * job.spec.context * job.spec.top_k / job.spec.experts,
+        "last": {name: counts.tolist() for name, counts in totals[-1].items()},
+        "mean": {name: counts.tolist() for name, counts in mean.items()},
+    }
+
+
+def _conformance(
+    job: Job, spans: list[Span], routed: list[tuple[dict[str, list[int]], ...] | None], *, early: bool
+) -> tuple[dict[str, Any], list[Span]]:
+    """`routed`: of each step done. Sizes that depend on the data are planned from what the routers counted, on the
+    ranks that send; what is measured are tensors, also on the ranks that receive."""
     if not job.spec.record:
         nothing = {"ok": None, "planned": 0, "measured": 0, "matched": 0, "first_difference": None}
         return nothing | {"reason": "recording was off"}, spans
@@ -112,9 +145,9 @@ def _conformance(job: Job, spans: list[Span], done: int, *, early: bool) -> tupl
     seen: dict[int, set[int]] = defaultdict(set)
     for span in spans:
         seen[span.step].add(span.rank)
-    whole = [step for step in range(done) if len(seen[step]) == job.spec.devices]
-    report, joined = conform(spans, lambda step: modes.plan(job, step), whole)
-    report |= {"steps": len(whole), "reason": None}
+    whole = [step for step in range(len(routed)) if len(seen[step]) == job.spec.devices]
+    report, joined = conform(spans, lambda step: modes.plan(replace(job, routed=routed[step]), step), whole)
+    report |= {"steps": len(whole), "routed": job.degree("ep") > 1, "reason": None}
     if not whole:
         report |= {"ok": None if early else False, "reason": "no step was recorded on every rank"}
     return report, joined

@@ -29,6 +29,7 @@ from engine.settings import (
     REASONS,
     STAGE_MODES,
     TENSOR_MODES,
+    TOKEN_MODELS,
     degrees,
 )
 from engine.shapes import Layer, model_layers
@@ -49,6 +50,8 @@ class Job:
     num_validation: int
     steps: int
     batches_per_epoch: int
+    # Of each rank, the tokens that its routers gave to each expert in a step, by block; None: as many to each.
+    routed: tuple[dict[str, list[int]], ...] | None = None
 
     def degree(self, axis: str) -> int:
         """How many coordinates the mesh has on `axis`; 1 where it does not have it."""
@@ -131,6 +134,8 @@ def prepare(spec: Spec) -> Job:
     if spec.heads is not None and spec.hidden % spec.heads:
         good = nearest([d for d in range(1, min(spec.hidden, MAX_HEADS) + 1) if spec.hidden % d == 0], spec.heads)
         raise SpecError("heads_divide", "heads", spec.heads, suggest=good, hidden=spec.hidden)
+    if spec.top_k is not None and spec.top_k > spec.experts:
+        raise SpecError("top_k_of_experts", "top_k", spec.top_k, suggest=[spec.experts], experts=spec.experts)
     num_train, num_validation, vocabulary = _data_sizes(spec)
     layers = model_layers(spec, vocabulary)
     check_batch(spec, num_train)
@@ -143,7 +148,7 @@ def prepare(spec: Spec) -> Job:
     if fault and fault.rank >= spec.devices:
         there = spec.fault.replace(f"@{fault.rank}:", f"@{spec.devices - 1}:")
         raise SpecError("bad_fault", "fault", spec.fault, suggest=[there], kinds=", ".join(FAULTS))
-    sample_bytes = 2 * 8 * spec.context if spec.model == "gpt" else layers[0].item * 28 * 28 + 8
+    sample_bytes = 2 * 8 * spec.context if spec.model in TOKEN_MODELS else layers[0].item * 28 * 28 + 8
     return Job(spec, layers, sample_bytes, num_train, num_validation, steps, batches)
 
 
@@ -177,6 +182,7 @@ def _at_most(devices: int, spec: Spec) -> int:
     if spec.mode not in (*DATA_MODES, *TENSOR_MODES):
         return devices
     shared = spec.global_batch if spec.mode in DATA_MODES else spec.devices  # what these can share, a divisor can
+    shared = math.gcd(shared, spec.experts) if spec.mode == "expert" else shared
     return max(d for d in range(1, devices + 1) if shared % d == 0)
 
 
@@ -198,7 +204,7 @@ def _data_sizes(spec: Spec) -> tuple[int, int, int]:
     except datasets.DatasetError as error:
         setting = "context" if spec.dataset == "text" else "data_dir"
         raise SpecError("no_data", setting, str(error)) from None
-    return train, validation, datasets.vocabulary_size(spec.dataset) if spec.model == "gpt" else 10
+    return train, validation, datasets.vocabulary_size(spec.dataset) if spec.model in TOKEN_MODELS else 10
 
 
 def _schedules_instead(spec: Spec) -> list[str]:

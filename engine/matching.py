@@ -230,7 +230,11 @@ def _match_messages(graph: Graph, calls: dict[tuple[int, str], np.ndarray]) -> N
 
 
 def _match_collectives(graph: Graph, calls: dict[tuple[int, str], np.ndarray]) -> None:
-    content = _numbered((op.kind, op.payload, op.part, op.bytes, op.peer) for op in graph.templates)
+    # In an all-to-all each member gives what it has, and knows what it gets.
+    sizes = (0 if op.kind == "all_to_all" else op.bytes for op in graph.templates)
+    content = _numbered(
+        (op.kind, op.payload, op.part, size, op.peer) for op, size in zip(graph.templates, sizes, strict=True)
+    )
     done = set()
     for role, axis in calls:
         if axis not in graph.plan.mesh.axes or (role, axis) in done:

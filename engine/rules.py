@@ -47,6 +47,12 @@ RULES = {
     "model_of_mode": "The mode {mode} cannot cut the model {value}.",
     "devices_divide": "Each device gets an equal part of what is cut of the model {model} ({sizes}), so devices must "
     "divide it; devices is {value}.",
+    "context_divides": "A sequence is dealt out in {chunks} equal chunks a device, so {setting} times {chunks} must "
+    "divide the context ({context}); {setting} is {value}.",
+    "heads_of_ulysses": "With attention ulysses each device gets an equal part of the heads ({heads}) and of the "
+    "context ({context}), so {setting} must divide both; {setting} is {value}.",
+    "ring_too_long": "A ring takes as many turns as it has ranks, so its plan grows with their square: with attention "
+    "ring {setting} is at most {high}; it is {value}.",
     "batch_by_devices": "global-batch must be divisible by the number of devices ({devices}); it is {value}.",
     "batch_by_microbatches": "microbatches must divide global-batch ({batch}); it is {value}.",
     "batch_by_microsteps": "accumulate must divide the {batch} samples of a device in a step; it is {value}.",
@@ -56,6 +62,7 @@ RULES = {
     "leave {setting} out, which is {value}.",
     "nothing_to_recompute": "Beside its matrix products the model {model} keeps nothing that is worth computing again; "
     "recompute is {value}.",
+    "option_of_model": "With the model {model} {setting} cannot be {value}: {reason}.",
     "option_of_mode": "{setting} does not apply to the mode {mode}: {reason}. It is {value}; leave it out.",
     "too_many_stages": "Each of the {stages} stages needs at least one layer, and {model} has {layers}; "
     "{setting} is {value}.",
@@ -66,6 +73,7 @@ RULES = {
     "degrees_of_devices": "{setting} times {other} ({degree}) must be the number of devices ({devices}); "
     "{setting} is {value}.",
     "heads_divide": "heads must divide hidden ({hidden}); it is {value}.",
+    "top_k_of_experts": "top-k must not exceed the number of experts ({experts}); it is {value}.",
     "dataset_of_model": "The model {model} cannot learn from the dataset {value}.",
     "batch_too_large": "global-batch must not exceed the {samples} training samples of {dataset}; it is {value}.",
     "not_json": "A spec file holds one JSON object; {setting} does not: {value}.",

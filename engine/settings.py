@@ -10,8 +10,15 @@ MODEL_DEFAULTS = {
     "cnn": {},
     "mlp": {"layers": 2, "hidden": 256},
     "gpt": {"layers": 4, "hidden": 128, "heads": 4, "context": 64},
+    "moe": {"layers": 2, "hidden": 64, "heads": 4, "context": 64, "experts": 8, "top_k": 2},
 }
-MODEL_DATASETS = {"cnn": ("digits", "synthetic"), "mlp": ("digits", "synthetic"), "gpt": ("text", "synthetic")}
+MODEL_DATASETS = {
+    "cnn": ("digits", "synthetic"),
+    "mlp": ("digits", "synthetic"),
+    "gpt": ("text", "synthetic"),
+    "moe": ("text", "synthetic"),
+}
+TOKEN_MODELS = ("gpt", "moe")  # they read sequences of tokens; the others, images
 MODE_SETTINGS = {
     "single": {},
     "data_parallel": {},
@@ -25,6 +32,8 @@ MODE_SETTINGS = {
     "pipeline": {"microbatches": None, "schedule": "1f1b", "split": None, "stages_per_rank": None},
     "tensor": {},
     "sequence": {},
+    "context": {"attention": "ring", "balance": None, "bucket_mb": 25.0},
+    "expert": {"bucket_mb": 25.0},
 }
 # Options of the training itself: the default, and the modes that have them.
 REPLICA_MODES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")  # each rank runs whole passes, and gradients are reduced
@@ -34,8 +43,8 @@ OPTIONS = {
     "compress": ("none", ("ddp",)),
     "compress_rank": (None, ("ddp",)),  # of powersgd alone
     "recompute": ("none", ("single", *REPLICA_MODES, "local_sgd", "layer_split")),
-    "precision": ("fp32", tuple(MODE_SETTINGS)),
-    "clip": (None, tuple(MODE_SETTINGS)),
+    "precision": ("fp32", tuple(mode for mode in MODE_SETTINGS if mode not in ("context", "expert"))),
+    "clip": (None, tuple(mode for mode in MODE_SETTINGS if mode != "expert")),
 }
 for _option, (_default, _modes) in OPTIONS.items():
     for _mode in _modes:
@@ -43,6 +52,8 @@ for _option, (_default, _modes) in OPTIONS.items():
 # Why a mode has not got an option that one might look for there.
 _OWN_MICROBATCHES = "a pipeline adds up the gradients of its microbatches as it is"
 _WHOLE_BATCH = "all of its devices work on the same samples, and nothing is saved by cutting them"
+_ROUTED = "where tokens go is decided in each pass, and is planned for one pass a step"
+_IN_FP32 = "what its devices exchange inside of a layer is in fp32"
 _SCATTERED = "it scatters the batch anew in every pass"
 REASONS = {
     "accumulate": {
@@ -50,6 +61,8 @@ REASONS = {
         "layer_split": _WHOLE_BATCH,
         "tensor": _WHOLE_BATCH,
         "sequence": _WHOLE_BATCH,
+        "context": _WHOLE_BATCH,
+        "expert": _ROUTED,
         "data_parallel": _SCATTERED,
     },
     "recompute": {
@@ -57,14 +70,26 @@ REASONS = {
         "pipeline": "PyTorch's stages split a backward in ways that a recomputation does not go through",
         "tensor": "a layer would repeat its collectives, which are not planned",
         "sequence": "a layer would repeat its collectives, which are not planned",
+        "context": "a layer would repeat its collectives, which are not planned",
+        "expert": "a layer would repeat its collectives, which are not planned",
     },
+    "precision": {"context": _IN_FP32, "expert": _IN_FP32},
+    "clip": {"expert": "an expert's gradients are on one rank, all others on each: no one sum counts each once"},
     "sync_every_microstep": {
         "single": "one device has nobody to reduce gradients with",
         "local_sgd": "no gradients are reduced",
     },
 }
-MODE_MODELS = {"sequence": ("gpt",)}  # a mode that is not named takes every model
-DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "local_sgd")  # split the batch over devices
+# Values that a model does not take, and why.
+MODEL_REASONS = {
+    ("moe", "precision", "bf16"): "rounding alone would send tokens to other experts than on one device",
+    ("moe", "recompute", "full"): "its routers would count tokens again",
+    ("moe", "recompute", "selective"): "its routers would count tokens again",
+}
+# A mode that is not named takes every model.
+MODE_MODELS = {"tensor": ("cnn", "mlp", "gpt"), "sequence": ("gpt",), "context": ("gpt",), "expert": ("moe",)}
+# These split the batch over devices.
+DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "local_sgd", "expert")
 # A mode is a name for a mesh: of one axis, or of those whose degrees are settings.
 MODE_AXIS = {
     "single": "dp",
@@ -78,12 +103,15 @@ MODE_AXIS = {
     "pipeline": "pp",
     "tensor": "tp",
     "sequence": "tp",
+    "context": "cp",
+    "expert": "ep",
 }
 DATA_AXES = ("dp", "fsdp", "ep")  # those over which the batch is cut
 ONE_PROCESS_MODES = ("single", "data_parallel")
 STAGE_MODES = ("layer_split", "pipeline")  # split the layers over devices
 TENSOR_MODES = ("tensor", "sequence")  # split each layer over devices
 PLANNED_ONLY = ("zb_h2", "dualpipe")  # schedules that PyTorch does not have
+MAX_RING = 64  # ranks: every one takes as many turns, in every layer
 SEVERAL_STAGES = 2  # on a device, where the schedule leaves it open
 LEARNING_RATES = {"sgd": 0.05, "adamw": 0.002}
 DEFAULT_STEPS = 20

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -58,6 +58,8 @@ def model_layers(spec: Spec, vocabulary: int) -> tuple[Layer, ...]:
     if spec.model == "mlp":
         return _mlp(spec.layers, spec.hidden, vocabulary, item)
     tokens = math.ceil(vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    if spec.model == "moe":
+        return _moe(spec, tokens)
     return _gpt(spec.layers, spec.hidden, spec.heads, spec.context, tokens, item)
 
 
@@ -129,6 +131,27 @@ def _gpt(layers: int, hidden: int, heads: int, context: int, vocabulary: int, it
     flops, saved, again = 2 * c * h * vocabulary, item * c * 2 * h, {"inputs": item * c * h}
     head = Layer("head", head_params, flops, (c, vocabulary), saved, item, **again, last_flops=flops)
     return (embed, *blocks, head)
+
+
+def _moe(spec: Spec, vocabulary: int) -> tuple[Layer, ...]:
+    """The gpt with a mixture of experts for each block's MLP (Fedus et al. 2021, arXiv:2101.03961): a router gives
+    every token to `top_k` of the experts, and none is dropped."""
+    h, c, k = spec.hidden, spec.context, spec.top_k
+    embed, *blocks, head = _gpt(spec.layers, h, spec.heads, c, vocabulary, FP32)
+    (*kept, (_, up), (_, down)), experts = blocks[0].params, range(spec.experts)
+    params = [*kept, ("router.weight", (spec.experts, h))]
+    params += [(f"experts.{e}.{name}.weight", shape) for e in experts for name, shape in (("up", up), ("down", down))]
+    mlp = 2 * c * 8 * h * h
+    # Kept of a token: the router's probabilities and its choices (int64 thrice: which, in which order, and back); of
+    # each of its copies the input, up's output and GELU's, and the output.
+    saved = FP32 * c * (spec.experts + k * (1 + 10 * h)) + 8 * c * 3 * k - FP32 * c * 8 * h
+    change = {"flops": blocks[0].flops + (k - 1) * mlp + 2 * c * h * spec.experts, "saved": blocks[0].saved + saved}
+    return (embed, *(replace(block, params=tuple(params), **change) for block in blocks), head)
+
+
+def num_experts(layer: Layer) -> int:
+    """How many experts a layer has; 0 where it has none."""
+    return sum(name.startswith("experts.") and name.endswith(".up.weight") for name, _ in layer.params)
 
 
 def balance(costs: list[float], parts: int) -> tuple[int, ...]:

@@ -87,7 +87,13 @@ def durations(graph: Graph, machine: Machine) -> np.ndarray:
             seconds[i] = collective_seconds(op, graph.plan.mesh.degree(op.axis), machine)
         elif op.kind == "send":
             seconds[i] = message_seconds(op.bytes, machine)
-    return np.array(seconds, dtype=np.float64)[graph.which]
+    of_node = np.array(seconds, dtype=np.float64)[graph.which]
+    uneven = np.array([op.kind == "all_to_all" for op in graph.templates], dtype=bool)[graph.which]
+    if uneven.any():  # members may give more than others: it takes as long as the most takes
+        calls, longest = graph.meets[uneven], of_node.copy()
+        np.maximum.at(longest, calls, of_node[uneven])
+        of_node[uneven] = longest[calls]
+    return of_node
 
 
 def schedule(graph: Graph, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

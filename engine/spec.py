@@ -22,6 +22,7 @@ from engine.rules import SpecError, closest
 MAX_DEVICES = 16_384
 MAX_REAL_DEVICES = 64
 MAX_HEADS = 1024
+MAX_EXPERTS = 1024
 
 
 MODES = (
@@ -37,13 +38,17 @@ MODES = (
     "pipeline",
     "tensor",
     "sequence",
+    "context",
+    "expert",
 )
-MODELS = ("cnn", "mlp", "gpt")
+MODELS = ("cnn", "mlp", "gpt", "moe")
 DATASETS = ("digits", "text", "synthetic")
 SCHEDULES = tuple(schedules.TABLE)
 PRECISIONS = ("fp32", "bf16")
 RECOMPUTE = ("none", "selective", "full")
 COMPRESS = ("none", "fp16", "powersgd")
+ATTENTIONS = ("ring", "all_gather", "ulysses")
+BALANCES = ("head_tail", "none")
 OPTIMIZERS = ("sgd", "adamw")
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -61,10 +66,12 @@ class Spec:
     mode: str = _setting("ddp", "the parallelism", choices=MODES)
     devices: int = _setting(2, "how many devices (ranks)", low=1, high=MAX_DEVICES)
     model: str = _setting("cnn", "the model to train", choices=MODELS)
-    layers: int | None = _setting(None, "hidden layers (mlp) or blocks (gpt)", low=1, high=1024)
-    hidden: int | None = _setting(None, "width of the model (mlp, gpt)", low=1, high=65_536)
-    heads: int | None = _setting(None, "attention heads (gpt)", low=1, high=MAX_HEADS)
-    context: int | None = _setting(None, "tokens in a sequence (gpt)", low=2, high=1_048_576)
+    layers: int | None = _setting(None, "hidden layers (mlp) or blocks (gpt, moe)", low=1, high=1024)
+    hidden: int | None = _setting(None, "width of the model (mlp, gpt, moe)", low=1, high=65_536)
+    heads: int | None = _setting(None, "attention heads (gpt, moe)", low=1, high=MAX_HEADS)
+    context: int | None = _setting(None, "tokens in a sequence (gpt, moe)", low=2, high=1_048_576)
+    experts: int | None = _setting(None, "experts in each block (moe)", low=1, high=MAX_EXPERTS)
+    top_k: int | None = _setting(None, "experts that each token goes to (moe)", low=1, high=MAX_EXPERTS)
     dataset: str | None = _setting(None, "what to learn from", choices=DATASETS)
     data_dir: str | None = _setting(None, "a folder with the real MNIST idx files, for the dataset digits")
     steps: int | None = _setting(None, "optimizer steps", low=1, high=1_000_000)
@@ -82,6 +89,14 @@ class Spec:
     cp: int | None = _setting(None, "devices that each sequence is cut over", low=1, high=MAX_DEVICES)
     pp: int | None = _setting(None, "devices that the layers are dealt out to, as stages", low=1, high=MAX_DEVICES)
     ep: int | None = _setting(None, "devices that the experts are dealt out to", low=1, high=MAX_DEVICES)
+    attention: str | None = _setting(
+        None, "how attention gets the keys and values of other devices (context)", choices=ATTENTIONS
+    )
+    balance: str | None = _setting(
+        None,
+        "how a sequence is dealt out: an early and a late chunk each, or one run of tokens (context)",
+        choices=BALANCES,
+    )
     accumulate: int | None = _setting(None, "micro-steps whose gradients make one optimizer step", low=1, high=1024)
     sync_every_microstep: bool | None = _setting(
         None, "reduce gradients after every micro-step, instead of once in a step (no_sync)"

@@ -18,6 +18,7 @@ from viz import player
 from viz.figures.moving import moving_picture
 from viz.figures.picture import VIEWS, picture_info, typical_step
 from viz.locales import LANGUAGES, text
+from viz.locales.engine import lesson
 
 
 def export(source: str | Path, output: str | Path, language: str = "en", view: str | None = None) -> Path:
@@ -31,7 +32,8 @@ def export(source: str | Path, output: str | Path, language: str = "en", view: s
         raise SpecError("no_file", "timeline", f"{source}: nothing was measured", suggest=["predicted"])
     step = None if measured is None else measured.step(typical_step(measured))
     memory = prediction.summary()["peak_memory"]
-    info = picture_info(prediction.plan, prediction.job.layers, prediction.timeline, step, view, memory)
+    steps = lesson(language, spec.mode).steps
+    info = picture_info(prediction.plan, prediction.job.layers, prediction.timeline, step, view, memory, steps)
     words = text(language)
     title = words("player.page_title", mode=spec.mode, devices=spec.devices)
     output.write_text(player.page(moving_picture(info, words), title, language), encoding="utf-8")

@@ -1,8 +1,9 @@
 """An op or what it moves -> its colour, its second cue and its shape; and the one layout that all figures start from.
 
 Colours are those of Okabe & Ito (2008), "Color Universal Design", which are told apart with every kind of colour
-vision. A compute op has the colour of its kind; a communication op that of what it moves, so that a packet and its
-span in the timeline look alike.
+vision; the halves of a backward pass have its orange, lighter and darker, and recomputing has forward's blue. A
+compute op has the colour of its kind; a communication op that of what it moves, so that a packet and its span in the
+timeline look alike.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ DARK, LIGHT = "#10151c", "#ffffff"
 LOOKS = {
     "forward": Look("#0072B2", LIGHT),
     "backward": Look("#E69F00", DARK, "/"),
+    "backward_input": Look("#F5C970", DARK, "-"),
+    "backward_weight": Look("#946400", LIGHT, "|"),
     "optimizer": Look("#CC79A7", DARK, "x"),
     "recompute": Look("#5B8DB8", DARK, "\\"),
     "batch": Look("#56B4E9", DARK, "", "triangle"),
@@ -36,8 +39,7 @@ LOOKS = {
     "other": Look("#8A949E", DARK, ".", "square"),
 }
 
-# Halves of a backward pass look like the whole; loading looks like what it loads.
-SAME = {"backward_input": "backward", "backward_weight": "backward", "load": "batch"}
+SAME = {"load": "batch"}  # loading looks like what it loads
 
 # Layers of the model, by the stage that holds them: soft, so that a glow is seen on top. Used in turn.
 STAGES = ("#8DB3D9", "#B9A7DC", "#85C9B6", "#DDB48A", "#D9A0B8", "#A9B8C6")

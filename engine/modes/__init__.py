@@ -6,11 +6,12 @@ Each folder has the same three files: `__init__.py` (the lesson), `plan.py` (wha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from engine.lessons import Lesson as Lesson
+from engine.lessons import Step as Step
 from engine.spec import MODES as MODES
 
 if TYPE_CHECKING:
@@ -18,17 +19,6 @@ if TYPE_CHECKING:
     from engine.plan import Plan
 
 FIRST_STEADY_STEP = 2  # what a mode does differently at first (DDP finds its buckets), it has done by then
-
-
-@dataclass(frozen=True, slots=True)
-class Lesson:
-    """What a learner reads: the idea, the steps in order, when to use it, and where it ends."""
-
-    title: str
-    idea: str
-    steps: tuple[str, ...]
-    use: str
-    limits: str
 
 
 def lesson(mode: str) -> Lesson:

@@ -13,6 +13,7 @@ from torch.utils.data import DistributedSampler
 from engine import datasets
 from engine.job import Job
 from engine.real.models import dtype_of
+from engine.settings import TOKEN_MODELS
 from engine.spec import Spec
 
 
@@ -27,7 +28,7 @@ class Batches:
 
     def __init__(self, job: Job, replica: int, replicas: int, device: torch.device):
         spec = job.spec
-        kind = "token" if spec.model == "gpt" else "image"
+        kind = "token" if spec.model in TOKEN_MODELS else "image"
         data = datasets.load(spec.dataset, kind=kind, data_dir=spec.data_dir, context=spec.context, seed=spec.seed)
         self.x, self.y = _given(data.train_x, spec), torch.from_numpy(data.train_y)
         self.validation = _given(data.validation_x, spec), torch.from_numpy(data.validation_y)

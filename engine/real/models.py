@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +13,8 @@ from torch import nn
 
 from engine.job import Job
 from engine.real.recorder import Pass, Recorder
-from engine.shapes import Layer
+from engine.settings import TOKEN_MODELS
+from engine.shapes import Layer, num_experts
 from engine.spec import Spec
 
 
@@ -42,9 +46,16 @@ class Embed(nn.Module):
         super().__init__()
         self.token = nn.Embedding(vocabulary, hidden)
         self.position = nn.Embedding(context, hidden)
+        self.places: torch.Tensor | None = None  # of the tokens in their sequence, where it is dealt out
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        places = torch.arange(tokens.shape[1], device=tokens.device) if self.places is None else self.places
+        return self.token(tokens) + self.position(places)
+
+
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """[N, heads, context, width], three times -> the same."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class Block(nn.Module):
@@ -57,19 +68,95 @@ class Block(nn.Module):
     def __init__(self, hidden: int, heads: int):
         super().__init__()
         self.head_width = hidden // heads
+        self.attention = causal_attention  # another one where a rank has some of the tokens only
         self.norm1 = nn.RMSNorm(hidden)
         self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
         self.proj = nn.Linear(hidden, hidden, bias=False)
         self.norm2 = nn.RMSNorm(hidden)
+        self.add_mlp(hidden)
+
+    def add_mlp(self, hidden: int) -> None:
         self.up = nn.Linear(hidden, 4 * hidden, bias=False)
         self.down = nn.Linear(4 * hidden, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         by_head = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.head_width))  # [N, context, heads, 3, width]
         q, k, v = by_head.transpose(1, 2).unbind(3)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = self.attention(q, k, v)
         x = x + self.proj(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.mlp(self.norm2(x))
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Expert(nn.Module):
+    """One expert, an MLP as that of a Block: [copies, hidden] -> the same. It is called without copies too: then the
+    gradients of its weights are zero, and not None, on every device alike."""
+
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.up = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.down = nn.Linear(4 * hidden, hidden, bias=False)
+
+    def forward(self, copies: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(copies)))
+
+
+class MixtureBlock(Block):
+    """A Block whose MLP is a mixture of experts: a router gives each token to `top_k` of them, and their outputs are
+    added up, each times the router's probability for it.
+
+    The probabilities are those of a softmax over all experts and are not made to sum to 1 over the chosen ones: so the
+    router gets a gradient even where `top_k` is 1. No expert has a limit, and no token is dropped.
+    """
+
+    # (block, tokens of each expert) of every forward pass of this process in a step; None: nobody counts.
+    routed: ClassVar[list[tuple[str, torch.Tensor]] | None] = None
+
+    def __init__(self, layer: Layer, heads: int, top_k: int):
+        self.name, self.num_experts, self.top_k = layer.name, num_experts(layer), top_k
+        super().__init__(layer.output[-1], heads)
+        self.elsewhere: Callable | None = None  # where experts are on other devices too: called as `outputs` is
+
+    def add_mlp(self, hidden: int) -> None:
+        self.router = nn.Linear(hidden, self.num_experts, bias=False)
+        self.experts = nn.ModuleDict({str(e): Expert(hidden) for e in range(self.num_experts)})
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, -2)
+        probabilities, chosen = self.router(tokens).softmax(-1).topk(self.top_k)
+        chosen = chosen.flatten()
+        order = chosen.argsort(stable=True)
+        counts = chosen.bincount(minlength=self.num_experts)
+        if MixtureBlock.routed is not None and not _in_backward():  # there, a recomputed forward pass
+            MixtureBlock.routed.append((self.name, counts))
+        made = (self.elsewhere or self.outputs)(tokens, order // self.top_k, counts)
+        of_token = made[order.argsort()].unflatten(0, (-1, self.top_k))
+        return (of_token * probabilities.unsqueeze(-1)).sum(-2).view_as(x)
+
+    def outputs(self, tokens: torch.Tensor, order: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Tokens in an order in which those for the first expert come first, `counts` for each -> an output of each."""
+        parts = tokens[order].split(counts.tolist())
+        return torch.cat([expert(part) for expert, part in zip(self.experts.values(), parts, strict=True)])
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def counting() -> Iterator[dict[str, list[int]]]:
+    """Block -> the tokens that its router gives to each expert in the body's forward passes; known when it ends."""
+    noted = MixtureBlock.routed = []
+    totals: dict[str, list[int]] = {}
+    try:
+        yield totals
+    finally:
+        MixtureBlock.routed = None
+    for name, counts in noted:
+        before = totals.get(name, [0] * len(counts))
+        totals[name] = [a + b for a, b in zip(before, counts.tolist(), strict=True)]
 
 
 class Head(nn.Module):
@@ -84,13 +171,15 @@ class Head(nn.Module):
         return self.linear(self.norm(x))
 
 
-def _module(layer: Layer, model: str, heads: int | None, *, is_last: bool) -> nn.Module:
-    sizes = dict(layer.params)
-    if model == "gpt":
+def _module(layer: Layer, spec: Spec, *, is_last: bool) -> nn.Module:
+    sizes, heads = dict(layer.params), spec.heads
+    if spec.model in TOKEN_MODELS:
         if layer.name == "embed":
             return Embed(sizes["token.weight"][0], *sizes["position.weight"])
         if layer.name == "head":
             return Head(*reversed(sizes["linear.weight"]))
+        if num_experts(layer):
+            return MixtureBlock(layer, heads, spec.top_k)
         return Block(sizes["proj.weight"][0], heads)
     if len(sizes["weight"]) == 4:
         outputs, inputs, *_ = sizes["weight"]
@@ -162,7 +251,7 @@ def build(job: Job) -> Chain:
     """The whole model on the CPU; the same seed gives the same weights on every rank."""
     torch.manual_seed(job.spec.seed)
     spec, last = job.spec, job.layers[-1]
-    modules = [(layer.name, _module(layer, spec.model, spec.heads, is_last=layer is last)) for layer in job.layers]
+    modules = [(layer.name, _module(layer, spec, is_last=layer is last)) for layer in job.layers]
     return Chain(OrderedDict(modules)).to(dtype_of(spec))
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
 from torch.autograd.profiler import _disable_profiler, _enable_profiler, _prepare_profiler, record_function
 
-from engine.plan import Op, lane_of
+from engine.plan import Mesh, Op, lane_of
 from engine.timeline import NONE, Span
 
 # Starting and stopping the profiler takes about 1 ms, so it runs over whole steps for at least this long.
@@ -66,6 +66,7 @@ class Recorder:
             *self.label(event.kind),
             "",
         )
+        self.mesh: Mesh | None = None  # where ranks have coordinates on several axes
         self.recording = False
         self.doing = ""  # in words, for the report of an error
         self._profiling = False
@@ -151,12 +152,23 @@ class Recorder:
             key = (stage, microbatch, part, payload)
             self._marks.append(Span(rank, lane, kind, self._step, start, end, *key, axis, NONE, size))
 
-    def message(self, kind: str, *, stage: int, microbatch: int, payload: str, peer: int, size: int) -> None:
-        """A send or receive is about to be issued to the coordinate `peer` of axis pp."""
-        self.doing = f"{kind} {payload} of microbatch {microbatch}"
+    def message(
+        self,
+        kind: str,
+        *,
+        payload: str,
+        peer: int,
+        size: int,
+        axis: str = "pp",
+        stage: int | None = None,
+        microbatch: int | None = None,
+        part: str = "",
+    ) -> None:
+        """A send to the coordinate `peer` of an axis is about to be issued, or a receive from it."""
+        self.doing = f"{kind} {payload} of {part or f'microbatch {microbatch}'}"
         if self.recording:
-            op = Op(kind=kind, stage=stage, microbatch=microbatch, payload=payload, axis="pp", peer=peer, bytes=size)
-            self._messages.append((self._step, op))
+            where = {"stage": stage, "microbatch": microbatch, "part": part, "axis": axis, "peer": peer}
+            self._messages.append((self._step, Op(kind=kind, payload=payload, bytes=size, **where)))
 
     @contextmanager
     def calls(self, *ops: Op) -> Iterator[None]:
@@ -168,10 +180,10 @@ class Recorder:
             yield
         self._listed = False
 
-    def collective(self, kind: str, size: int, *, axis: str) -> None:
+    def collective(self, kind: str, size: int, *, axis: str, payload: str = "") -> None:
         """A collective is about to be called with a tensor of `size` bytes, for a layer's output or a gradient."""
         if self.recording and not self._listed:
-            payload = "gradient" if self._passes and self._passes[-1].backward_began else "activation"
+            payload = payload or ("gradient" if self._passes and self._passes[-1].backward_began else "activation")
             self._collectives.append((self._step, Op(kind=kind, payload=payload, axis=axis, bytes=size)))
             self._awaited.append(self.now())
 
@@ -179,6 +191,14 @@ class Recorder:
         """The result of the first such collective is there; to ask for it again does not count."""
         if self.recording and self._awaited:
             self._passes[-1].waits.append((self._awaited.popleft(), self.now()))
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """The body issues messages and waits for some: the compute of a layer is cut by it, however short it is."""
+        begun = self.now()
+        yield
+        if self.recording:
+            self._passes[-1].waits.append((begun, self.now()))
 
     def begin_pass(self, stage: int, rank: int | None) -> Pass:
         """A batch enters a chain of layers."""
@@ -222,8 +242,8 @@ class Recorder:
                     queue = issued[event.kind]
                     op = queue.popleft() if queue else Op(kind=event.kind, axis="pp", peer=NONE)
                     key = (_or_none(op.stage), _or_none(op.microbatch), op.part, op.payload)
-                    lane = lane_of(op, self.rank)
-                    yield Span(self.rank, lane, op.kind, *where, *key, op.axis, op.peer, event.bytes)
+                    lane, peer = self._link(op)
+                    yield Span(self.rank, lane, op.kind, *where, *key, op.axis, peer, event.bytes)
                     continue
                 if CALLED in event.inside and expected:
                     op = expected.popleft()
@@ -235,6 +255,13 @@ class Recorder:
                     size = event.bytes
                 index = next((k for first, last, k in self._microsteps if first <= event.start <= last), NONE)
                 yield Span(self.rank, axis, kind, *where, NONE, index, part, payload, axis, NONE, size)
+
+    def _link(self, op: Op) -> tuple[str, int]:
+        """The lane of a message, and the rank at its other end; a coordinate is the rank where there is one axis."""
+        if self.mesh is None or op.peer == NONE:
+            return lane_of(op, self.rank), op.peer
+        coordinate = self.mesh.coordinate(self.rank, op.axis)
+        return lane_of(op, coordinate), self.mesh.peer(self.rank, op.axis, op.peer)
 
 
 def _taken(called: list[Op], event: Event) -> Op | None:

@@ -29,6 +29,7 @@ class Trained(NamedTuple):
     gradients: list[dict[str, torch.Tensor]]
     norms: list[float | None]  # before clipping; None where nothing is clipped
     parameters: dict[str, torch.Tensor]
+    routed: list[dict[str, list[int]]]  # block -> tokens of each expert
 
 
 class Replica:
@@ -39,12 +40,14 @@ class Replica:
         self.model = models.build(job)
         self.optimizer = models.make_optimizer(job, self.model.parameters())
         self.batches = Batches(job, replica, replicas, torch.device("cpu"))
-        self.trained = Trained([], [], [], {})
+        self.trained = Trained([], [], [], {}, [])
 
     def make_gradients(self, step: int) -> None:
         inputs, targets = self.batches(step)
         self.optimizer.zero_grad()
-        loss = models.loss_of(self.model(inputs), targets)
+        with models.counting() as routed:
+            loss = models.loss_of(self.model(inputs), targets)
+        self.trained.routed.append(routed)
         loss.backward()
         self.trained.losses.append(loss.item())
 

@@ -109,11 +109,12 @@ def _one_step(job: Job, place: Place, training: Training, parity: Parity, step: 
     recorder.begin_step(step)
     if fault and fault.kind == "slow" and fault.rank == place.rank and step >= fault.step:
         time.sleep(fault.seconds)
-    loss = training.make_gradients(step)
+    with models.counting() as routed:
+        loss = training.make_gradients(step)
     if fault and fault.kind == "gradient" and fault.rank == place.rank and step >= fault.step:
         for parameter in training.held().values():
             parameter.grad *= 1.5
-    parity.keep_gradients(step, loss)
+    parity.keep_gradients(step, loss, routed)
     norm = None if job.spec.clip is None else clip(training, recorder, job.spec.clip)
     parity.keep_norm(step, norm)
     update(training, recorder)
@@ -127,7 +128,7 @@ def _one_step(job: Job, place: Place, training: Training, parity: Parity, step: 
         "grad_norm": norm,
         "samples": job.spec.global_batch,
         "memory": _peak_memory(place.device),
-    }
+    } | ({"routed": routed} if routed else {})
 
 
 def _break(fault: Fault | None, rank: int, step: int) -> None:

@@ -149,7 +149,7 @@ class Tab:
 
     def __init__(self, browser: Any, address: str):
         self.page = browser.new_page()
-        self.page.set_default_timeout(30_000)
+        self.page.set_default_timeout(60_000)  # a machine that does much else is slow
         self.address = address
         self.problems: list[str] = []
         self.page.on("console", lambda m: self.problems.append(m.text) if m.type == "error" else None)

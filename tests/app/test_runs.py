@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,43 @@ def test_each_run_is_told_with_what_it_proved(listed: Callable[..., AppTest], re
     assert said.count(":green-badge[:material/check: ok]") == 3
     assert said.count(":red-badge[:material/close: differs]") == 1
     assert ":red-badge[Failed]" in said
+
+
+def test_ticked_runs_stand_side_by_side_with_the_settings_in_which_they_differ(
+    listed: Callable[..., AppTest], record: Callable[..., Path]
+):
+    spec = Spec(mode="pipeline", devices=4, microbatches=4, machine="unit")
+    one, other = record(spec), record(spec.with_(microbatches=8, lr=0.1), parity={"ok": False})
+    app = listed()
+    assert "Side by side" not in words(app)
+    app.checkbox(key=f"choose-{one.name}").check().run()
+    assert "Side by side" not in words(app)
+    app.checkbox(key=f"choose-{other.name}").check().run()
+    said = [part.value for part in app.markdown]
+    shown = said[said.index("##### Side by side") :]
+    assert shown[1:3] == [f"**{other.name}**", f"**{one.name}**"]  # the newest first
+    rows = {shown[i]: shown[i + 1 : i + 3] for i in range(3, len(shown), 3)}
+    assert rows[":gray[Microbatches]"] == ["8", "4"]
+    assert rows[":gray[Learning rate]"] == ["0.1", "0.05"]
+    assert rows[":gray[Step time]"] == ["66 s", "42 s"]  # twice the predicted 3 s x (M + 4 - 1)
+    assert [":red" in badge for badge in rows[":gray[Parity]"]] == [True, False]
+    assert ":gray[Devices]" not in rows
+    figure = json.loads(app.get("plotly_chart")[0].proto.spec)
+    assert [curve["name"] for curve in figure["data"]] == [other.name, one.name]
+    assert len({curve["line"]["dash"] for curve in figure["data"]}) == 2
+
+
+def test_each_run_is_listed_with_its_id_and_a_broken_one_can_be_compared(
+    listed: Callable[..., AppTest], record: Callable[..., Path], runs_dir: Path
+):
+    folder = record(Spec())
+    (runs_dir / "odd").mkdir()
+    app = listed()
+    assert all(f":gray[{name}]" in words(app) for name in (folder.name, "odd"))
+    for name in (folder.name, "odd"):
+        app.checkbox(key=f"choose-{name}").check().run()
+    assert not app.exception
+    assert "Side by side" in words(app)
 
 
 def test_a_run_is_deleted_only_after_it_was_confirmed(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from engine import modes
@@ -122,6 +124,29 @@ def test_two_that_are_late_at_once_are_in_the_wrong_order(order):
     assert verdict(BUCKETS, with_starts(order))["ok"] is False
 
 
+GATHERS = prepare(
+    Spec(
+        mode="context", model="gpt", layers=1, hidden=16, heads=2, context=16, dataset="synthetic",
+        attention="all_gather", bucket_mb=1e-5, steps=STEPS,
+    )
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("late", "ok"), [("all_reduce", True), ("reduce_scatter", False)])
+def test_what_is_waited_for_may_be_noted_before_an_asynchronous_one_and_not_the_other_way_round(late, ok):
+    """An all-reduce of DDP is called, then attention's reduce-scatter, whose caller waits for nothing else."""
+    spans = as_measured(GATHERS)
+    order = [i for i, s in enumerate(spans) if (s.rank, s.step, s.lane) == (0, 3, "cp")]
+    scatter = next(place for place, i in enumerate(order) if spans[i].kind == "reduce_scatter")
+    pair = order[scatter - 1], order[scatter]
+    if late == "reduce_scatter":
+        pair = order[scatter], order[scatter + 1]
+    times = [(spans[i].start, spans[i].end) for i in pair]
+    spans[pair[0]] = spans[pair[0]]._replace(start=times[1][0], end=times[1][1])
+    spans[pair[1]] = spans[pair[1]]._replace(start=times[0][0], end=times[0][1])
+    assert verdict(GATHERS, spans)["ok"] is ok
+
+
 def test_a_collective_that_is_waited_for_has_its_order():
     """The two broadcasts of DDP's second step are synchronous: their order is known."""
     spans = as_measured(BUCKETS)
@@ -130,6 +155,29 @@ def test_a_collective_that_is_waited_for_has_its_order():
     spans[first] = spans[first]._replace(start=times[1][0], end=times[1][1])
     spans[second] = spans[second]._replace(start=times[0][0], end=times[0][1])
     assert verdict(BUCKETS, spans)["first_difference"]["lane"] == "dp"
+
+
+EXPERTS = prepare(Spec(mode="expert", devices=2, model="moe", layers=2, hidden=16, bucket_mb=0.001, steps=STEPS))
+
+
+def swapped(first: str, second: str) -> list[Span]:
+    """Of rank 0 in step 3, two neighbours on the lane ep that start in each other's place."""
+    spans = as_measured(EXPERTS)
+    lane = sorted((s.start, i) for i, s in enumerate(spans) if (s.lane, s.rank, s.step) == ("ep", 0, 3))
+    a, b = next((i, j) for (_, i), (_, j) in pairwise(lane) if (spans[i].kind, spans[j].kind) == (first, second))
+    times = [(spans[i].start, spans[i].end) for i in (a, b)]
+    spans[a] = spans[a]._replace(start=times[1][0], end=times[1][1])
+    spans[b] = spans[b]._replace(start=times[0][0], end=times[0][1])
+    return spans
+
+
+def test_an_asynchronous_collective_may_be_noted_after_one_that_is_waited_for():
+    assert verdict(EXPERTS, as_measured(EXPERTS))["ok"] is True
+    assert verdict(EXPERTS, swapped("all_reduce", "all_to_all"))["ok"] is True
+
+
+def test_one_that_is_waited_for_is_never_noted_late():
+    assert verdict(EXPERTS, swapped("all_to_all", "all_reduce"))["ok"] is False
 
 
 def test_nothing_recorded_does_not_conform():

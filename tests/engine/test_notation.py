@@ -72,6 +72,8 @@ def test_an_op_is_one_short_line():
         {"mode": "layer_split", "devices": 3},
         {"mode": "tensor", "devices": 2, "model": "mlp", "layers": 3},
         {"mode": "sequence", "devices": 4, "model": "gpt"},
+        {"mode": "context", "devices": 4, "model": "gpt"},
+        {"mode": "expert", "devices": 4, "model": "moe"},
         {"mode": "pipeline", "devices": 4, "schedule": "gpipe", "microbatches": 8},
         {"mode": "pipeline", "devices": 4, "schedule": "1f1b", "microbatches": 8},
     ],

@@ -57,6 +57,15 @@ def test_a_norm_is_held_to_its_own_tolerance():
         assert ok or "norm_max_rel_diff" in result["reason"]
 
 
+def test_tokens_that_went_to_another_expert_are_counted_once():
+    from engine.real.parity import strayed
+
+    ranks = [{"block1": [3, 1, 0]}, {"block1": [1, 0, 3], "block2": [2, 2, 2]}]
+    assert strayed(ranks, {"block1": [4, 1, 3], "block2": [2, 2, 2]}) == 0
+    assert strayed(ranks, {"block1": [5, 1, 2], "block2": [2, 4, 0]}) == 1 + 2
+    assert strayed([{}, {}], {}) == 0
+
+
 def test_a_nan_is_never_close():
     from engine.real.parity import relative
 

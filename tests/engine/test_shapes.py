@@ -70,6 +70,16 @@ def test_a_gpt_block_costs_what_narayanan_and_others_count(hidden, context):
     assert head.output == (context, vocabulary)
 
 
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (4, 2), (8, 1), (8, 8)])
+def test_a_mixture_of_experts_has_all_of_them_and_computes_with_a_few(experts, top_k):
+    """4 h^2 parameters of attention, E h of the router, 8 h^2 of each expert; FLOPs of k experts a token."""
+    sizes = {"hidden": 64, "context": 16, "dataset": "synthetic", "experts": experts, "top_k": top_k}
+    _, block, _ = layers_of("moe", layers=1, **sizes)
+    h, c = 64, 16
+    assert num_params(block) == 4 * h * h + 2 * h + experts * h + experts * 8 * h * h
+    assert block.flops == 8 * c * h * h + 4 * c * c * h + 2 * c * h * experts + top_k * 16 * c * h * h
+
+
 def worst(costs, sizes) -> float:
     ends = list(itertools.accumulate(sizes))
     return max(sum(costs[a:b]) for a, b in zip([0, *ends], ends, strict=False))

@@ -42,6 +42,7 @@ RANGES = [
     ({"bucket-mb": "1", "compress": "powersgd"}, "one_bucket", "bucket_mb"),
     ({"sync-every-microstep": "1", "accumulate": "2", "compress": "powersgd"}, "exclusive", "sync_every_microstep"),
     ({"compress": "fp16", "compress-rank": "2"}, "does_not_apply", "compress_rank"),
+    ({"model": "moe", "precision": "bf16"}, "option_of_model", "precision"),
     ({"model": "mlp", "recompute": "selective"}, "nothing_to_recompute", "recompute"),
     ({"mode": "pipeline", "accumulate": "2"}, "option_of_mode", "accumulate"),
     ({"bucket-mb": "nan"}, "not_finite", "bucket_mb"),
@@ -144,6 +145,18 @@ JOINED = [
     ({"mode": "tensor", "model": "gpt", "devices": "8"}, "devices_divide", "devices"),
     ({"mode": "sequence", "model": "gpt", "devices": "4", "context": "10"}, "devices_divide", "devices"),
     ({"mode": "sequence", "model": "cnn"}, "model_of_mode", "model"),
+    ({"mode": "context", "model": "mlp"}, "model_of_mode", "model"),
+    ({"mode": "context", "model": "gpt", "devices": "3"}, "context_divides", "devices"),
+    ({"mode": "context", "model": "gpt", "devices": "64"}, "context_divides", "devices"),
+    ({"mode": "context", "model": "gpt", "devices": "256", "context": "512"}, "ring_too_long", "devices"),
+    ({"mode": "context", "model": "gpt", "devices": "8", "attention": "ulysses"}, "heads_of_ulysses", "devices"),
+    ({"mode": "context", "model": "gpt", "attention": "ulysses", "balance": "head_tail"}, "does_not_apply", "balance"),
+    ({"mode": "sequence", "model": "gpt", "attention": "ring"}, "does_not_apply", "attention"),
+    ({"mode": "expert", "model": "gpt"}, "model_of_mode", "model"),
+    ({"mode": "tensor", "model": "moe"}, "model_of_mode", "model"),
+    ({"mode": "expert", "model": "moe", "devices": "3", "global-batch": "48"}, "devices_divide", "devices"),
+    ({"mode": "expert", "model": "moe", "devices": "4", "experts": "6"}, "devices_divide", "devices"),
+    ({"model": "moe", "experts": "2", "top-k": "3"}, "top_k_of_experts", "top_k"),
     ({"mode": "single", "devices": "2"}, "devices_of_mode", "devices"),
     ({"steps": "3", "epochs": "2"}, "exclusive", "steps"),
     ({"fault": "raise@2:1"}, "bad_fault", "fault"),
@@ -246,6 +259,7 @@ def test_every_rule_that_a_spec_can_break_is_among_the_cases():
 def settings_that_do_not_apply() -> list[tuple[str, str, str]]:
     values = {"layers": "3", "hidden": "64", "heads": "4", "context": "32", "bucket-mb": "1", "split": "2,2"}
     values |= {"microbatches": "4", "schedule": "gpipe", "dp": "1", "fsdp": "1", "stages-per-rank": "4"}
+    values |= {"experts": "4", "top-k": "4"}
     return [
         (mode, model, name)
         for mode in MODES
@@ -261,7 +275,7 @@ def test_a_setting_that_means_nothing_here_is_refused_and_not_ignored(mode, mode
     error = refusal({"mode": mode, "model": model, "devices": "1", name: value})
     setting = name.replace("-", "_")
     assert (error.code, error.setting) == ("does_not_apply", setting)
-    whose = f"the model {model}" if setting in MODEL_DEFAULTS["gpt"] else f"the mode {mode}"
+    whose = f"the model {model}" if setting in MODEL_DEFAULTS["moe"] else f"the mode {mode}"
     assert str(error).startswith(f"{name} does not apply to {whose}; it is ")
 
 
@@ -544,6 +558,8 @@ def test_what_runs_in_one_process_says_so():
         ({"devices": 4}, 2, "more_ranks_than_gpus", (2,)),
         ({"devices": 8}, 3, "more_ranks_than_gpus", (2,)),  # 64 samples cannot be shared by 3
         ({"devices": 4, "mode": "pipeline"}, 3, "more_ranks_than_gpus", (3,)),
+        # 12 samples can be shared by 3, and 8 experts cannot.
+        ({"devices": 4, "mode": "expert", "model": "moe", "global_batch": 12}, 3, "more_ranks_than_gpus", (2,)),
         ({"devices": 128, "global_batch": 128}, 0, "cannot_run_here", (64,)),
         ({"devices": 100, "global_batch": 100}, 0, "cannot_run_here", (50,)),
     ],

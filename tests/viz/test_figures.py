@@ -12,6 +12,7 @@ from engine.timeline import Timeline
 from tests.viz.examples import TWO, all_reduce, compute, message, predicted
 from viz.figures import words
 from viz.figures.compare import Pair, compare_info, plot_compare
+from viz.figures.experts import experts_info, plot_experts
 from viz.figures.losses import POINTS, losses_info, plot_losses
 from viz.figures.moving import NO_CELL, WHOLE, moving_picture
 from viz.figures.picture import picture_info, typical_step
@@ -244,6 +245,36 @@ def test_losses_leave_out_what_is_not_a_number():
     info = losses_info([2.5, None, float("nan"), 2.0, float("inf")])
     assert (info.steps, info.losses, info.skipped) == ((0, 3), (2.5, 2.0), 3)
     assert plot_losses(info, EN).data[0].y == (2.5, 2.0)
+
+
+TOKENS = {
+    "even": 12.0,
+    "last": {"block1": [20, 0, 9, 19], "block2": [12, 12, 12, 12]},
+    "mean": {"block1": [20.5, 0.0, 8.5, 19.0], "block2": [12.0, 12.0, 12.0, 12.0]},
+}
+
+
+def test_each_expert_has_its_bar_and_one_without_tokens_a_0():
+    info = experts_info(TOKENS)
+    figure = plot_experts(info, EN)
+    (bars,) = figure.data
+    assert [tuple(row) for row in bars.x] == [("block1",) * 4 + ("block2",) * 4, ("0", "1", "2", "3") * 2]
+    assert tuple(bars.y) == (20.5, 0.0, 8.5, 19.0, 12.0, 12.0, 12.0, 12.0)
+    assert bars.text[:3] == ("20", "0", "8.5")
+    assert bars.hovertext[0] == "block1 · expert 0: 20.5 tokens a step, 20 in the last one"
+    assert [shape.y0 for shape in figure.layout.shapes] == [12.0]
+    assert [note.text for note in figure.layout.annotations] == ["even: 12"]
+
+
+def test_of_many_blocks_the_first_have_their_experts_drawn_and_the_rest_are_counted():
+    mean = {f"block{b}": [1.0] * 31 + [0.0] for b in range(1, 6)}
+    info = experts_info({"even": 31 / 32, "last": mean, "mean": mean})
+    assert (sorted(set(info.blocks)), info.hidden) == (["block1", "block2"], 3)
+    figure = plot_experts(info, EN)
+    assert figure.layout.annotations[1].text == "first 2 of<br>5 blocks"
+    assert set(figure.data[0].text) == {"", "0"}
+    huge = experts_info({"even": 1, "last": {"block1": [1] * 200}, "mean": {"block1": [1.0] * 200}})
+    assert len(huge.mean) == 200
 
 
 def test_without_losses_the_chart_says_so():

@@ -35,6 +35,18 @@ def test_rooted_collectives_go_straight_and_a_broadcast_goes_down_the_ring():
     assert paths("broadcast", [0, 1, 2], rooted=False) == [((0, 1), (1, 2))]
 
 
+def test_an_all_to_all_goes_straight_from_each_to_each_in_one_round_less_than_ranks():
+    """Every ordered pair once; in a round everybody sends to one and hears from one."""
+    spans = [Span(r, "dp", "all_to_all", 0, 1.0, 4.0, payload="tokens", group="dp", bytes=8) for r in range(4)]
+    found = flights(spans, REPLICAS, 10.0)
+    assert {f.path for f in found} == {((a, b),) for a in range(4) for b in range(4) if a != b}
+    rounds = {(f.start, f.end): [g.path[0] for g in found if g.start == f.start] for f in found}
+    assert sorted(rounds) == [(1.0, 2.0), (2.0, 3.0), (3.0, 4.0)]
+    for legs in rounds.values():
+        assert sorted(a for a, _ in legs) == sorted(b for _, b in legs) == [0, 1, 2, 3]
+    assert {f.payload for f in found} == {"tokens"}
+
+
 def test_one_rank_alone_sends_nothing():
     assert paths("all_reduce", [0], rooted=False) == []
 

@@ -13,6 +13,8 @@ from engine import archive, modes
 from engine.cost.machine import MACHINES
 from engine.rules import RULES, SpecError
 from engine.spec import (
+    ATTENTIONS,
+    BALANCES,
     COMPRESS,
     DATASETS,
     DEVICES,
@@ -81,6 +83,8 @@ def test_every_choice_setting_and_state_has_a_name(language: str):
         "model": MODELS,
         "dataset": DATASETS,
         "schedule": SCHEDULES,
+        "attention": ATTENTIONS,
+        "balance": BALANCES,
         "optimizer": OPTIMIZERS,
         "precision": PRECISIONS,
         "recompute": RECOMPUTE,
@@ -105,7 +109,8 @@ def test_every_word_of_the_figures_is_there(language: str):
 def test_every_lesson_has_as_many_steps_as_the_engine_gives_it(language: str, mode: str):
     told, english = lesson(language, mode), modes.lesson(mode)
     assert len(told.steps) == len(english.steps)
-    assert all(chinese(sentence) for sentence in (told.title, told.idea, told.use, told.limits, *told.steps))
+    words = [word for step in told.steps for word in (step.title, step.text)]
+    assert all(chinese(sentence) for sentence in (told.title, told.idea, told.use, told.limits, *words))
 
 
 @pytest.mark.parametrize("language", OTHERS)

@@ -100,6 +100,10 @@ def test_boxes_lie_apart_and_on_the_stage(mode, devices):
     settings |= {"model": "mlp", "layers": 16} if mode == "layer_split" else {}
     if mode in ("tensor", "sequence"):
         settings = {"model": "gpt", "hidden": devices * 8, "heads": devices, "context": devices * 2}
+    if mode == "context":
+        settings = {"model": "gpt", "context": devices * 2}
+    if mode == "expert":
+        settings = {"model": "moe", "experts": devices, "top_k": 1}
     if mode in DATA_MODES:
         settings["global_batch"] = devices * 4
     plan, layers, _ = predicted(mode, devices, **settings)
@@ -130,6 +134,15 @@ def test_a_device_shows_which_layers_it_holds():
     assert [box.stages for box in where.boxes] == [(0,), (1,)]
 
 
+def test_a_device_tells_which_tokens_it_has():
+    plan, layers, timeline = predicted("context", 4, model="gpt", context=64)
+    boxes = moving_picture(picture_info(plan, layers, timeline), EN)["boxes"]
+    assert [box["titles"][0] for box in boxes] == [
+        "rank 0 · tokens 0:8 56:64", "rank 1 · tokens 8:16 48:56", "rank 2 · tokens 16:24 40:48",
+        "rank 3 · tokens 24:40",
+    ]  # fmt: skip
+
+
 def test_shards_of_a_layer_lie_side_by_side_and_add_up_to_it():
     """Ten rows of the last layer on four ranks: three, three, three and one; other layers are cut evenly."""
     plan, layers, _ = predicted("fsdp", 4, model="mlp")
@@ -142,6 +155,40 @@ def test_shards_of_a_layer_lie_side_by_side_and_add_up_to_it():
             assert (left, right) == pytest.approx((end, end + share))
             end = right
         assert end == pytest.approx(1.0)
+
+
+def test_three_rows_on_four_ranks_leave_the_last_one_hollow():
+    """torch.chunk gives 1, 1, 1 and 0 rows of the hidden layers, and of the last one's ten 3, 3, 3 and 1."""
+    plan, layers, timeline = predicted("fsdp", 4, model="mlp", hidden=3)
+    info = picture_info(plan, layers, timeline)
+    cells = [box.cells for box in info.places.boxes]
+    for i, layer in enumerate(layers[:-1]):
+        assert [cells[rank][i].held for rank in range(4)] == [True, True, True, False], layer.name
+        parts = [[(x - c.x0) / (c.x1 - c.x0) for x in c.kept] for c in (cells[rank][i] for rank in range(4))]
+        assert parts[:3] == [pytest.approx([rank / 3, (rank + 1) / 3]) for rank in range(3)]
+        assert parts[3][0] == parts[3][1]
+    assert [cells[rank][-1].held for rank in range(4)] == [True] * 4
+    drawn = [s for s in moving_picture(info, EN)["figure"]["layout"]["shapes"] if s.get("fillcolor") == stage_colour(0)]
+    assert len(drawn) == 3 * (len(layers) - 1) + 4
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_experts_have_a_cell_beside_the_rest_of_their_block_and_each_device_a_run_of_them(devices):
+    plan, layers, timeline = predicted("expert", devices, model="moe", layers=1)
+    info = picture_info(plan, layers, timeline)
+    for rank, box in enumerate(info.places.boxes):
+        assert [cell.name for cell in box.cells] == ["embed", "block1", "block1.experts", "head"]
+        _, block, experts, _ = box.cells
+        assert block.kept == (block.x0, block.x1) and block.x1 < experts.x0
+        each = 8 // devices
+        assert experts.experts == (rank * each, (rank + 1) * each, 8)
+        part = [(x - experts.x0) / (experts.x1 - experts.x0) for x in experts.kept]
+        assert part == pytest.approx([rank / devices, (rank + 1) / devices])
+    payload = moving_picture(info, EN)
+    lit = {(payload["strings"][w], c) for w, c in zip(payload["spans"]["words"], payload["spans"]["cell"], strict=True)}
+    assert ("forward · block1.experts", 2) in lit and ("forward · block1.attention", 1) in lit
+    assert payload["boxes"][1]["titles"][0] == {2: "rank 1 · experts 4–7", 4: "rank 1 · experts 2–3"}[devices]
+    assert payload["boxes"][1]["layers"] == ["embed", "block1", "", "head"]
 
 
 def test_a_layer_that_is_whole_fills_its_cell_and_one_that_is_absent_none_of_it():

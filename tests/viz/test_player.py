@@ -18,6 +18,7 @@ from viz import export, player
 from viz.figures.moving import moving_picture
 from viz.figures.picture import picture_info
 from viz.locales import text
+from viz.locales.engine import lesson
 
 ROOT = ".lockstep-player"
 MOUNT = """(payload) => {
@@ -36,10 +37,42 @@ ELEVEN = """(player) => {  // where the clock is at 11
 }"""
 
 
-def payload_of(mode="pipeline", devices=4, machine_name="unit", language="en", **settings):
+PLAYED = """(player) => {  // frames of 50 ms, one after the other: which steps are marked, whenever that changes
+  const { requestAnimationFrame } = window, seen = [];
+  let frame, now = performance.now();
+  window.requestAnimationFrame = (next) => ((frame = next), 0);
+  player.seek(0);
+  player.play();
+  while (player.playing) {
+    frame((now += 50));
+    const on = player.rail.chips.flatMap((chip, i) => (chip.ariaCurrent ? [i + 1] : [])).join();
+    if (on !== seen.at(-1)) seen.push(on);
+  }
+  window.requestAnimationFrame = requestAnimationFrame;
+  return seen;
+}"""
+
+
+TEN_FRAMES = """(player) => {  // of 50 ms: how far the clock goes
+  const { requestAnimationFrame } = window;
+  let frame, now = performance.now();
+  window.requestAnimationFrame = (next) => ((frame = next), 0);
+  player.seek(0);
+  player.play();
+  frame(now = performance.now());
+  player.seek(0);
+  for (let i = 0; i < 10; i++) frame((now += 50));
+  player.pause();
+  window.requestAnimationFrame = requestAnimationFrame;
+  return player.time;
+}"""
+
+
+def payload_of(mode="pipeline", devices=4, machine_name="unit", language="en", taught=False, **settings):
     job = prepare(Spec(mode=mode, devices=devices, **settings))
     simulation = simulate(modes.plan(job), machine(machine_name))
-    return moving_picture(picture_info(simulation.plan, job.layers, simulation.timeline), text(language))
+    steps = lesson(language, mode).steps if taught else ()
+    return moving_picture(picture_info(simulation.plan, job.layers, simulation.timeline, steps=steps), text(language))
 
 
 @pytest.fixture(scope="module")
@@ -109,19 +142,14 @@ class TestPlayer:
         page.wait_for_function(f"document.querySelector('{ROOT}').dataset.playing === 'false'")
         assert state(page) == [False, 33, 33]
 
-    @pytest.mark.alone
     def test_speed_changes_how_fast_the_clock_goes(self, show):
-        """Four times the speed covers more than twice the way in the same time, whatever else the machine does."""
+        """In the same ten frames, four times the speed covers four times the way."""
         page = show(payload_of())
         ways = []
         for speed in ("1", "4"):
             page.locator(".ls-speed").select_option(speed)
-            seek(page, 0)
-            page.locator(".ls-play").click()
-            page.wait_for_timeout(800)
-            page.locator(".ls-play").click()
-            ways.append(state(page)[1])
-        assert ways[1] > 2 * ways[0] > 0
+            ways.append(ask(page, TEN_FRAMES))
+        assert ways == pytest.approx([33 * 0.5 / 8, 33 * 0.5 / 8 * 4])  # ten times 50 ms, where a step plays 8 s
 
     def test_keys_step_from_op_to_op(self, show):
         page = show(payload_of())
@@ -239,6 +267,84 @@ class TestPlayer:
         page = show(payload)
         # One try of three, as other work on this machine can only slow it down.
         assert any(frames_per_second(page, 1.5) >= 25 for _ in range(3))
+
+
+class TestLesson:
+    """The rail of steps. 1F1B, 4 stages, 8 microbatches, F = 1 s, B = 2 s: all stages work from 3 s on."""
+
+    pytestmark = pytest.mark.browser
+
+    def marked(self, page):
+        return page.locator(".ls-step[aria-current=step] .ls-name").all_text_contents()
+
+    def test_a_click_on_a_step_goes_to_its_moment_and_the_next_click_to_the_next(self, show):
+        page = show(payload_of(microbatches=8, taught=True))
+        assert (self.marked(page), page.locator(".ls-said").text_content()) == (
+            ["Stage split"],
+            modes.lesson("pipeline").steps[0].text,
+        )
+        assert page.locator(".ls-pointed").count() == 4  # what each device holds
+        page.get_by_role("button", name="Pipelined execution").click()
+        assert state(page) == [False, 3, 33]
+        assert "Pipelined execution" in self.marked(page)
+        assert page.locator(".ls-said").text_content() == modes.lesson("pipeline").steps[2].text
+        assert page.locator(".ls-doing").all_text_contents() == ["forward 3", "forward 2", "forward 1", "forward 0"]
+        times = []
+        for _ in range(3):
+            page.get_by_role("button", name="Data transfer").click()
+            times.append(state(page)[1])
+            assert "Data transfer" in self.marked(page)
+        assert times[0] == 3 < times[1] < times[2]
+        assert page.locator(".ls-pointed").count() == 0
+
+    def test_a_number_key_goes_to_a_step_and_what_plays_plays_on(self, show):
+        page = show(payload_of(microbatches=8, taught=True))
+        page.keyboard.press("4")
+        assert state(page)[1] > 25
+        assert self.marked(page)[-1] == "Merging of results"
+        page.keyboard.press("1")
+        assert (state(page), self.marked(page)) == ([False, 0, 33], ["Stage split"])
+        page.keyboard.press(" ")
+        page.keyboard.press("3")
+        page.wait_for_function(f"document.querySelector('{ROOT}').dataset.time > 3")
+        assert state(page)[0]
+
+    def test_playing_marks_the_steps_in_order_and_stays_at_those_that_happened_before(self, show):
+        page = show(payload_of("ddp", 4, "h100", bucket_mb=0.5, taught=True))
+        assert ask(page, PLAYED) == ["1", "2", "3", "4", "4,5", "5", "6"]
+
+    def test_a_step_under_the_pointer_shows_its_moments_on_the_timeline(self, show):
+        page = show(payload_of(microbatches=8, taught=True))
+        bands = page.locator(".ls-under path[opacity='0.28']")
+        assert bands.count() == 0
+        page.get_by_role("button", name="Pipelined execution").hover()
+        ends = ask(page, "(player) => [0, 33].map(player.scale().tx)")
+        box, left = bands.bounding_box(), page.locator(".ls-figure").bounding_box()["x"]
+        assert [box["x"] - left, box["x"] + box["width"] - left] == pytest.approx(ends, abs=1)
+
+    def test_no_step_moves_anything_else(self, show):
+        page = show(payload_of("ddp", 4, "h100", taught=True, language="zh"))
+        places = set()
+        for key in "123456":
+            page.keyboard.press(key)
+            places.add(
+                str([page.locator(part).bounding_box() for part in (".ls-step >> nth=5", ".ls-said", ".ls-stage")])
+            )
+        assert len(places) == 1
+        page.set_viewport_size({"width": 400, "height": 800})
+        page.wait_for_function("document.querySelector('.ls-figure .main-svg').clientWidth < 400")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+
+    def test_a_step_that_this_step_of_training_lacks_leads_nowhere(self, show):
+        payload = payload_of("ddp", 4, "h100", taught=True)
+        payload["lesson"][4]["moments"] = []
+        page = show(payload)
+        page.keyboard.press("5")
+        assert (state(page)[1], page.locator(".ls-step >> nth=4").get_attribute("aria-disabled")) == (0, "true")
+        assert "not in this step" in page.locator(".ls-step >> nth=4").get_attribute("title")
+
+    def test_a_picture_without_a_lesson_has_no_rail(self, show):
+        assert show(payload_of()).locator(".ls-rail, .ls-said").all_text_contents() == ["", ""]
 
 
 def test_a_page_holds_no_address_and_a_label_cannot_end_its_element():

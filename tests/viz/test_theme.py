@@ -41,8 +41,7 @@ def test_every_op_has_a_look_of_its_own_or_that_of_what_it_moves(kind):
             assert theme.look_of(kind, payload) == payload
 
 
-def test_halves_of_a_backward_pass_and_a_load_look_like_the_whole_and_the_batch():
-    assert {theme.look_of(k) for k in ("backward", "backward_input", "backward_weight")} == {"backward"}
+def test_a_load_looks_like_what_it_loads():
     assert theme.look_of("load", "batch") == "batch"
 
 
@@ -56,8 +55,12 @@ def test_what_travels_has_a_shape_of_its_own():
     assert shapes == ["triangle", "circle", "diamond", "square", "hexagon"]
 
 
-def test_forward_and_backward_differ_without_colour():
-    assert theme.LOOKS["forward"].pattern != theme.LOOKS["backward"].pattern
+def test_passes_differ_without_colour():
+    """By their patterns; a whole backward pass, its halves, and recomputing too."""
+    passes = ("forward", "recompute", "backward", "backward_input", "backward_weight")
+    assert len({theme.LOOKS[kind].pattern for kind in passes}) == len(passes)
+    for one, two in itertools.combinations(passes[2:], 2):
+        assert contrast(theme.LOOKS[one].colour, theme.LOOKS[two].colour) > 1.4
 
 
 def test_stand_ins_can_be_told_apart_and_are_seen_on_white_and_on_black():

@@ -2,7 +2,8 @@
 
 A message flies from the start of its send to the end of its receive. A collective moves in the rounds of its
 algorithm, once its last member has joined: an all-reduce in 2(n-1) rounds round a ring, an all-gather or a
-reduce-scatter in n-1, a broadcast down the ring; one that has a root goes straight between it and the others.
+reduce-scatter in n-1, a broadcast down the ring; an all-to-all straight from each to each, in n-1 rounds; one that has
+a root straight between it and the others.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Flight(NamedTuple):
 
 def flights(spans: Sequence[Span], mesh: Mesh, end: float) -> tuple[Flight, ...]:
     """`spans` of the drawn ranks; `end` of the clock, in seconds. What has lost its other end flies all the same."""
-    found = [*_loads(spans), *_messages(spans), *_collectives(spans, mesh)]
-    numbered = {f.number for f in found if f.number >= 0}
     shortest = shortest_flight(spans, end)
+    found = [*_loads(spans), *_messages(spans), *_collectives(spans, mesh, shortest)]
+    numbered = {f.number for f in found if f.number >= 0}
     seen = [_visible(f, shortest, end) for f in found]
     return tuple(sorted(f if len(numbered) > 1 else f._replace(number=NONE) for f in seen))
 
@@ -75,7 +76,7 @@ def _messages(spans: Iterable[Span]) -> list[Flight]:
     return found
 
 
-def _collectives(spans: Sequence[Span], mesh: Mesh) -> list[Flight]:
+def _collectives(spans: Sequence[Span], mesh: Mesh, shortest: float) -> list[Flight]:
     """The k-th collective of a rank over an axis in a step is the k-th one of every other member of its group."""
     calls: dict[tuple, list[Span]] = defaultdict(list)
     counts: dict[tuple, int] = defaultdict(int)
@@ -95,8 +96,21 @@ def _collectives(spans: Sequence[Span], mesh: Mesh) -> list[Flight]:
         root = root_of(first.part)
         ring = [rank for rank in group[root:] + group[:root] if rank in drawn]
         start, stop = max(s.start for s in members), max(s.end for s in members)
+        if first.kind == "all_to_all":
+            found += _all_to_all(first, ring, start, max(stop, start + shortest * max(1, (len(ring) - 1) / 2)))
+            continue
         for path in paths(first.kind, ring, rooted=is_rooted(kinds[axis])):
             found.append(Flight(start, stop, first.payload, bucket_of(first.part), path))
+    return found
+
+
+def _all_to_all(call: Span, ring: Sequence[int], start: float, stop: float) -> list[Flight]:
+    """Everybody's pieces go straight to whom they are for: in round k, to the k-th rank after the sender."""
+    rounds, found = len(ring) - 1, []
+    for k in range(1, rounds + 1):
+        begin, end = (start + (stop - start) * i / rounds for i in (k - 1, k))
+        legs = [(rank, ring[(i + k) % len(ring)]) for i, rank in enumerate(ring)]
+        found += [Flight(begin, end, call.payload, NONE, (leg,)) for leg in legs]
     return found
 
 

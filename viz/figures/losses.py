@@ -1,9 +1,10 @@
-"""Losses of the steps so far -> the curve of the loss."""
+"""Losses of the steps so far, of one run or several -> the curves of the loss."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from viz import theme
@@ -12,6 +13,7 @@ from viz.figures.words import Text
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+CURVES = (("forward", "solid"), ("gradient", "dash"), ("activation", "dot"), ("optimizer", "dashdot"))
 POINTS = 1000  # of a curve; more would lie closer together than pixels
 
 
@@ -32,28 +34,33 @@ def losses_info(losses: Sequence[float | None]) -> LossesInfo:
     return LossesInfo(steps, values, len(losses) - len(known))
 
 
-def plot_losses(info: LossesInfo, text: Text) -> go.Figure:
+def plot_losses(curves: LossesInfo | Mapping[str, LossesInfo], text: Text) -> go.Figure:
+    """One curve, or several by name: each with its colour and its dashes."""
     import plotly.graph_objects as go
 
-    few = len(info.steps) <= 60
-    curve = {
-        "type": "scatter",
-        "x": info.steps,
-        "y": [float(f"{loss:.5g}") for loss in info.losses],
-        "mode": "lines+markers" if few else "lines",
-        "line": {"color": theme.LOOKS["forward"].colour, "width": 3},
-        "marker": {"size": 7},
-        "hovertemplate": text("figure.losses.hover", step="%{x}", loss="%{y:.4g}") + "<extra></extra>",
-        "name": text("figure.losses.axis_loss"),
-    }
+    named = {text("figure.losses.axis_loss"): curves} if isinstance(curves, LossesInfo) else curves
+    drawn = [
+        {
+            "type": "scatter",
+            "x": info.steps,
+            "y": [float(f"{loss:.5g}") for loss in info.losses],
+            "mode": "lines+markers" if len(info.steps) <= 60 else "lines",
+            "line": {"color": theme.LOOKS[look].colour, "width": 3, "dash": dash},
+            "marker": {"size": 7},
+            "hovertemplate": text("figure.losses.hover", step="%{x}", loss="%{y:.4g}") + "<extra></extra>",
+            "name": name,
+        }
+        for (name, info), (look, dash) in zip(named.items(), itertools.cycle(CURVES), strict=False)
+    ]
     axis = {"showline": True, "linecolor": theme.LINE, "ticks": "outside", "tickcolor": theme.LINE, "automargin": True}
     layout = theme.layout(
         height=280,
-        showlegend=False,
+        showlegend=len(named) > 1,
+        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
         xaxis=axis | {"title": {"text": text("figure.losses.axis_step")}, "rangemode": "tozero", "nticks": 8},
         yaxis=axis | {"title": {"text": text("figure.losses.axis_loss")}, "nticks": 6},
     )
-    if not info.steps:
+    if not any(info.steps for info in named.values()):
         note = {
             "text": text("figure.losses.empty"),
             "showarrow": False,
@@ -63,4 +70,4 @@ def plot_losses(info: LossesInfo, text: Text) -> go.Figure:
             "y": 0.5,
         }
         layout |= {"annotations": [note], "xaxis": {"visible": False}, "yaxis": {"visible": False}}
-    return go.Figure({"data": [curve], "layout": layout})
+    return go.Figure({"data": drawn, "layout": layout})

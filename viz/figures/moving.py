@@ -9,6 +9,7 @@ from typing import Any
 
 from viz import theme
 from viz.figures import words
+from viz.figures.moments import Told
 from viz.figures.picture import PictureInfo, caption, digits_of, look_of, place_of
 from viz.figures.places import Box, segment
 from viz.figures.rows import Bar
@@ -56,6 +57,7 @@ def moving_picture(
         "looks": [[look.colour, look.ink, look.shape] for look in theme.LOOKS.values()],
         "legend": _legend(info, text, looks),
         "caption": caption(info, text),
+        "lesson": [_step(told, looks, clock) for told in info.lesson if told.step.title],
         "boxes": [_box(box, text, staged) for box in info.places.boxes],
         "spans": _spans(info, text, looks, strings, clock),
         **_flights(info, looks, clock),
@@ -72,6 +74,19 @@ def _legend(info: PictureInfo, text: words.Text, looks: dict[str, int]) -> list[
     return [[looks[look], travels, words.look_name(text, look)] for travels, part in enumerate(order) for look in part]
 
 
+def _step(told: Told, looks: dict[str, int], clock) -> dict[str, Any]:
+    """`moments`: [from, to, when best seen]. `look`: of what the step begins with; -1 where it happened earlier.
+    `earlier`: then 1, or 2 where it is seen in the batch."""
+    first = told.first
+    return {
+        "title": told.step.title,
+        "text": told.step.text,
+        "earlier": 0 if told.step.kinds else 2 if "batch" in told.step.payload else 1,
+        "look": -1 if first is None else looks[theme.look_of(first.kind, first.payload)],
+        "moments": [[clock(time) for time in moment] for moment in told.moments],
+    }
+
+
 def _box(box: Box, text: words.Text, staged: bool) -> dict[str, Any]:
     _, x1, y = gauge(box)
     named = len(box.cells) <= MAX_LAYERS_NAMED
@@ -83,7 +98,9 @@ def _box(box: Box, text: words.Text, staged: bool) -> dict[str, Any]:
         "cells": [[round(v, 1) for v in cell[3:7]] for cell in box.cells],
         "kept": [[round(v, 1) for v in cell.kept] for cell in box.cells],
         "held": [1 + cell.stage for cell in box.cells],
-        "layers": [cell.name if named else "" for cell in box.cells],
+        # What computes glows: a layer, gathered from others where it must be; of experts, those that are here.
+        "glow": [[round(v, 1) for v in (cell.kept if cell.experts[2] else (cell.x0, cell.x1))] for cell in box.cells],
+        "layers": [cell.name if named and not cell.experts[2] else "" for cell in box.cells],
     }
 
 
@@ -91,8 +108,14 @@ def _titles(box: Box, text: words.Text, staged: bool) -> list[str]:
     """From the longest to the shortest: the player takes the first that fits."""
     rank = text("figure.rank", rank=box.rank)
     longest = [words.rank_and_stage(text, box.rank, box.stages)] if staged else []
+    if shared := [cell.experts for cell in box.cells if cell.experts[2]]:
+        first, end, _ = shared[0]
+        held = f"{first}–{end - 1}" if end > first + 1 else str(first)
+        longest += [f"{rank} · {text('figure.experts', experts=held)}", f"{rank} · e{held}"]
     short = [f"{rank} · {', '.join(f's{stage}' for stage in box.stages)}"] if len(box.stages) > 1 else []
-    return [*longest, *short, rank, str(box.rank)]
+    titles = [(rank, box.loads), (box.rank, box.loads), (box.rank, box.loads.removeprefix("tokens "))]
+    dealt = [f"{title} · {tokens}" for title, tokens in titles if tokens]
+    return [*longest, *short, *dealt, rank, str(box.rank)]
 
 
 def _spans(info: PictureInfo, text: words.Text, looks: dict[str, int], strings: Strings, clock) -> dict[str, list]:
@@ -125,8 +148,9 @@ def _cell(info: PictureInfo, bar: Bar) -> int:
         return NO_CELL
     if not span.part:
         return OF_STAGE - span.stage if len(box.stages) > 1 and span.stage >= 0 else WHOLE
-    layer = span.part.split(".")[0]  # block1.attention is a piece of block1
-    return next((i for i, cell in enumerate(box.cells) if layer == cell.name), NO_CELL)
+    names = [cell.name for cell in box.cells]
+    layer = span.part if span.part in names else span.part.split(".")[0]  # block1.attention is a piece of block1
+    return names.index(layer) if layer in names else NO_CELL
 
 
 def _flights(info: PictureInfo, looks: dict[str, int], clock) -> dict[str, Any]:
@@ -164,4 +188,6 @@ def _player_text(text: words.Text) -> dict[str, str]:
         "all": text("figure.all_ranks"),
         "idle": text("figure.idle", ranks="{ranks}"),
         "starts": text("figure.starts", time="{time}"),
+        "lesson": text("player.lesson"),
+        "absent": text("player.absent"),
     }

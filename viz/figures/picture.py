@@ -11,12 +11,15 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from engine.lessons import Step
 from engine.modes import FIRST_STEADY_STEP
 from engine.plan import Plan
+from engine.shapes import num_experts
 from engine.timeline import Timeline
 from viz import theme
 from viz.figures import words
 from viz.figures.flights import Flight, flights, shortest_flight
+from viz.figures.moments import Told, told
 from viz.figures.places import Places, places
 from viz.figures.rows import Bar, Rows, from_start, rows
 
@@ -29,7 +32,7 @@ STOP_APART = 0.004  # of the clock: what starts closer together is one stop of t
 class PictureInfo(NamedTuple):
     """All times in seconds. `end` of the clock; `unit`: (seconds, name) of its axis; `stops`: where the step buttons
     halt; `pauses`: where a training step ends; `seconds`: how long it plays; `fade`: how long a glow takes to go;
-    `numbered`: there are several microbatches to tell apart.
+    `numbered`: there are several microbatches to tell apart; `lesson`: its steps, with their moments.
     """
 
     view: str
@@ -43,6 +46,7 @@ class PictureInfo(NamedTuple):
     seconds: float
     fade: float
     numbered: bool
+    lesson: tuple[Told, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -60,8 +64,10 @@ def picture_info(
     measured: Timeline | None = None,
     view: str = "predicted",
     memory: Sequence[int] | None = None,
+    steps: Sequence[Step] = (),
 ) -> PictureInfo:
     """`layers`: the model's, or their names. `memory`: bytes a rank; default: what the plan keeps the whole step long.
+    `steps`: a lesson's, whose moments are looked for in the timeline in front.
 
     A timeline may hold one step or several, all of it or the part that a stopped run recorded. ValueError for a view
     whose timeline is not given.
@@ -72,13 +78,15 @@ def picture_info(
         if view in (name, "both") and given is None:
             raise ValueError(f"the view {view} needs a {name} timeline")
     names = [layer if isinstance(layer, str) else layer.name for layer in layers]
-    where = places(plan, names, memory)
+    experts = [0 if isinstance(layer, str) else num_experts(layer) for layer in layers]
+    where = places(plan, names, memory, experts)
     ranks = [box.rank for box in where.boxes]
     front = from_start(predicted if view == "predicted" else measured, ranks)
     behind = from_start(predicted, ranks) if view == "both" else []
     end = max((span.end for span in front + behind), default=0.0) or 1.0  # a clock needs a length
     computing = [span for span in front if span.lane == "compute"]
     busiest = max((sum(s.rank == rank for s in computing) for rank in ranks), default=0)
+    shortest = shortest_flight(front, end)
     ends: dict[int, float] = {}
     for span in front:
         ends[span.step] = max(ends.get(span.step, 0.0), span.end)
@@ -92,8 +100,9 @@ def picture_info(
         stops=_apart([span.start for span in front] + [end], end),
         pauses=tuple(sorted(ends.values())),
         seconds=SECONDS[busiest > MANY] * max(1, len(ends)),
-        fade=shortest_flight(front, end) / 2,
+        fade=shortest / 2,
         numbered=len({span.microbatch for span in computing if span.microbatch >= 0}) > 1,
+        lesson=told(steps, front, shortest, end),
     )
 
 

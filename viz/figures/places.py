@@ -35,13 +35,14 @@ class Cell(NamedTuple):
     """
 
     layers: tuple[int, int]
-    name: str
+    name: str  # of a block's experts, where they have a cell of their own: block1.experts
     stage: int
     x0: float
     x1: float
     y0: float
     y1: float
     kept: tuple[float, float]  # from x to x: the part of the cell that stands for what the device holds of it
+    experts: tuple[int, int, int] = (0, 0, 0)  # those held, from the first up to the second, of how many
 
     @property
     def held(self) -> bool:
@@ -49,7 +50,7 @@ class Cell(NamedTuple):
 
 
 class Box(NamedTuple):
-    """One device. `memory`: bytes that it is planned to hold."""
+    """One device. `memory`: bytes that it is planned to hold; `loads`: what it has of each sample, if not all."""
 
     rank: int
     stages: tuple[int, ...]
@@ -59,6 +60,7 @@ class Box(NamedTuple):
     y0: float
     y1: float
     cells: tuple[Cell, ...]
+    loads: str = ""
 
     @property
     def centre(self) -> tuple[float, float]:
@@ -74,8 +76,11 @@ class Places(NamedTuple):
     links: tuple[tuple[int, int], ...]  # pairs of drawn ranks between which something can move
 
 
-def places(plan: Plan, layers: Sequence[str], memory: Sequence[int] | None = None) -> Places:
-    """`memory`: bytes of each rank; without it, what the plan says stays in memory for the whole step."""
+def places(
+    plan: Plan, layers: Sequence[str], memory: Sequence[int] | None = None, experts: Sequence[int] = ()
+) -> Places:
+    """`memory`: bytes of each rank; without it, what the plan says stays in memory for the whole step. `experts`: how
+    many each layer has."""
     ranks = range(min(plan.world_size, MAX_BOXES))
     graph = device_graph(plan, len(ranks))
     spots = grid(graph)
@@ -93,13 +98,17 @@ def places(plan: Plan, layers: Sequence[str], memory: Sequence[int] | None = Non
         column, row = spots[rank]
         x, y = (column + 0.5) * pitch, height - MARGIN - row * (high + GAP) - high
         program = plan.program(rank)
-        stages = sorted({op.stage for op in Ops.of(program.ops).templates if op.stage is not None})
+        ops = Ops.of(program.ops).templates
+        stages = sorted({op.stage for op in ops if op.stage is not None})
+        loads = next((op.part for op in ops if op.kind == "load"), "")
         held = sum(program.memory.values()) if memory is None else memory[rank]
         inner = (x - wide / 2 + PAD, x + wide / 2 - PAD, y + FOOT, y + FOOT + zone)
         stage_of = dict.fromkeys(program.holds, stages[0] if stages else 0)
         stage_of |= zip(program.holds, program.stages, strict=False)
         cells = _cells(layers, stage_of, _held(plan, rank), inner, stacked)
-        boxes.append(Box(rank, tuple(stages), held, x - wide / 2, x + wide / 2, y, y + high, cells))
+        if stacked and plan.mesh.degree("ep") > 1:
+            cells = _with_experts(cells, experts, plan.mesh.degree("ep"), plan.mesh.coordinate(rank, "ep"))
+        boxes.append(Box(rank, tuple(stages), held, x - wide / 2, x + wide / 2, y, y + high, cells, loads))
     return Places(tuple(boxes), plan.world_size - len(ranks), height, tuple(sorted(graph.edges)))
 
 
@@ -227,6 +236,29 @@ def _cells(
         kept = [left + (right - left) * part for part in (parts[0] if parts else (0.0, 0.0))]
         cells.append(Cell((first, end), name, stage, *spot, (kept[0], kept[1])))
     return tuple(cells)
+
+
+def _with_experts(cells: Sequence[Cell], experts: Sequence[int], ranks: int, place: int) -> tuple[Cell, ...]:
+    """Where experts are shared out over ranks, each block's have the right half of its cell: there, a run is held."""
+    found: list[Cell] = []
+    for cell in cells:
+        count = experts[cell.layers[0]] if experts else 0
+        if not count:
+            found.append(cell)
+            continue
+        middle = (cell.x0 + cell.x1) / 2
+        step, each = (cell.x1 - middle - 2) / count, count // ranks * cell.held
+        right = (middle + 2 + place * each * step, middle + 2 + (place + 1) * each * step)
+        found += [
+            cell._replace(x1=middle - 2, kept=(cell.x0, middle - 2) if cell.held else cell.kept),
+            cell._replace(
+                name=f"{cell.name}.experts",
+                x0=middle + 2,
+                kept=right,
+                experts=(place * each, (place + 1) * each, count),
+            ),
+        ]
+    return tuple(found)
 
 
 def segment(places: Places, source: int, target: int) -> tuple[float, float, float, float]:

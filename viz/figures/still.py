@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from viz import theme
 from viz.figures import words
 from viz.figures.picture import PictureInfo, digits_of, look_of, place_of
-from viz.figures.places import WIDTH, Box, Places, segment
+from viz.figures.places import WIDTH, Box, Cell, Places, segment
 from viz.figures.rows import Bar
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 TICK = 0.0012  # of the clock: a bar is at least so wide, so that an op that takes no time is still seen
+MIN_SLOT = 5  # pixels: where an expert has less, those that are held are drawn as one
 RADIUS, FLOOR = 12, 30  # of a box's corners; pixels between the devices and the timeline
 
 
@@ -167,13 +168,26 @@ def _links(where: Places) -> list[dict[str, Any]]:
 
 def _inside(box: Box, where: Places) -> list[dict[str, Any]]:
     """The layers that a device holds, in the colours of their stages, and its share of the fullest device's memory."""
-    shapes = [_block(*cell.kept, cell.y0, cell.y1, theme.stage_colour(cell.stage)) for cell in box.cells if cell.held]
+    shapes = []
+    for cell in (cell for cell in box.cells if cell.held):
+        shapes.append(_block(*cell.kept, cell.y0, cell.y1, theme.stage_colour(cell.stage)))
+        shapes += _slots(cell)
     most = max(other.memory for other in where.boxes)
     x0, x1, y = gauge(box)
     shapes.append(_block(x0, x1, y - 2.5, y + 2.5, theme.LINE))
     if most:
         shapes.append(_block(x0, x0 + (x1 - x0) * box.memory / most, y - 2.5, y + 2.5, theme.INK))
     return shapes
+
+
+def _slots(cell: Cell) -> list[dict[str, Any]]:
+    """Lines between one expert and the next: those that the device holds, and those that it does not."""
+    first, end, count = cell.experts
+    step = (cell.x1 - cell.x0) / max(count, 1)
+    if step < MIN_SLOT:
+        return []
+    edges = [(cell.x0 + i * step, theme.GROUND if first < i < end else theme.LINE) for i in range(1, count)]
+    return [_block(x - 0.7, x + 0.7, cell.y0, cell.y1, colour) for x, colour in edges]
 
 
 def gauge(box: Box) -> tuple[float, float, float]:

@@ -7,11 +7,11 @@ as the text of an operating system's error, it stays English rather than being l
 from __future__ import annotations
 
 import functools
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from engine import modes
-from engine.modes import Lesson
+from engine.lessons import Lesson
 from engine.rules import SpecError
 from engine.spec import Spec
 from viz.locales import DEFAULT, read
@@ -20,8 +20,10 @@ from viz.locales import DEFAULT, read
 def lesson(language: str, mode: str) -> Lesson:
     if language == DEFAULT:
         return modes.lesson(mode)
-    entry = _words(language)["lessons"][mode]
-    return Lesson(**(entry | {"steps": tuple(entry["steps"])}))
+    entry, english = _words(language)["lessons"][mode], modes.lesson(mode)
+    told = (("", step) if isinstance(step, str) else step for step in entry["steps"])
+    steps = (replace(step, title=title, text=text) for step, (title, text) in zip(english.steps, told, strict=True))
+    return Lesson(**(entry | {"steps": tuple(steps)}))
 
 
 def help_of(language: str, setting: str) -> str:

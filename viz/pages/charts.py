@@ -1,4 +1,4 @@
-"""A run that has ended -> its loss curve, and its seconds by kind of op beside the predicted ones."""
+"""A run that has ended -> its loss curve, its seconds by kind of op beside the predicted ones, its experts' tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import streamlit as st
 from engine.modes import FIRST_STEADY_STEP
 from engine.timeline import Timeline
 from viz.figures.compare import compare_info, plot_compare
+from viz.figures.experts import experts_info, plot_experts
 from viz.figures.losses import losses_info, plot_losses
 from viz.locales import Catalogue
 from viz.pages.prediction import Shown
@@ -30,6 +31,8 @@ def show_charts(result: Mapping[str, Any], shown: Shown, measured: Timeline | No
         if measured is not None:
             with places[1]:
                 _show(text("charts.compare"), _compare(key, shown, measured, text), "compare")
+        if result.get("expert_tokens"):
+            _show(text("charts.experts"), _experts(key, result, text), "experts")
 
 
 def _show(title: str, figure: go.Figure, key: str) -> None:
@@ -42,6 +45,11 @@ def _show(title: str, figure: go.Figure, key: str) -> None:
 @st.cache_resource(max_entries=16, show_spinner=False)
 def _losses(key: tuple[str, str], _result: Mapping[str, Any], _text: Catalogue) -> go.Figure:
     return plot_losses(losses_info(_result["losses"]), _text)
+
+
+@st.cache_resource(max_entries=16, show_spinner=False)
+def _experts(key: tuple[str, str], _result: Mapping[str, Any], _text: Catalogue) -> go.Figure:
+    return plot_experts(experts_info(_result["expert_tokens"]), _text)
 
 
 @st.cache_resource(max_entries=16, show_spinner=False)

@@ -82,7 +82,7 @@ def _show_head(asked: Asked, shown: Shown, run: Opened | None, runs_dir: Path, t
         with st.container(gap="xxsmall"):
             st.markdown(f"## {told.title}")
             st.caption(told.idea)
-        with st.container(width=BUTTON):
+        with st.container(width=BUTTON, gap="xxsmall"):
             _show_buttons(asked, shown, run, runs_dir, text)
     if shown.error is not None:
         st.warning(text("lab.last_good"), icon=":material/history:")
@@ -122,6 +122,24 @@ def _show_buttons(asked: Asked, shown: Shown, run: Opened | None, runs_dir: Path
         help=reason or text("lab.run.help"),
         on_click=act(start_run, runs_dir),
     )
+    if run is None:
+        _show_recorded(shown.prediction.job.spec.mode, runs_dir, text)
+
+
+def _show_recorded(mode: str, runs_dir: Path, text: Catalogue) -> None:
+    """The way to a recorded run of this mode, where one came with Lockstep."""
+    for status in archive.list_runs(runs_dir / archive.GALLERY):
+        if status["mode"] == mode and status["state"] in archive.FINAL:
+            st.button(
+                text("lab.recorded"),
+                key="recorded",
+                type="tertiary",
+                icon=":material/history:",
+                width="stretch",
+                help=text("lab.recorded.help", devices=status["devices"]),
+                on_click=act(_watch, status["run_id"]),
+            )
+            return
 
 
 def _clear(asked: Asked) -> None:

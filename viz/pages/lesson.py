@@ -14,7 +14,8 @@ def show_lesson(mode: str, text: Catalogue) -> None:
         steps, judgement = st.columns([3, 2], gap="large")
         with steps:
             st.markdown(f"##### {text('lesson.steps')}")
-            st.markdown("\n".join(f"{i}. {step}" for i, step in enumerate(told.steps, 1)))
+            lines = (f"**{step.title}.** {step.text}" if step.title else step.text for step in told.steps)
+            st.markdown("\n".join(f"{i}. {line}" for i, line in enumerate(lines, 1)))
         with judgement:
             st.markdown(f"##### {text('lesson.use')}")
             st.markdown(told.use)

@@ -8,13 +8,15 @@ from viz.figures.words import show_bytes, show_seconds
 from viz.locales import Catalogue
 from viz.pages.prediction import Shown
 
+NOTHING = "–"  # Markdown would make a list of a hyphen
+
 
 def duration(seconds: float | None) -> str:
-    return "-" if seconds is None else show_seconds(seconds)
+    return NOTHING if seconds is None else show_seconds(seconds)
 
 
 def percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
+    return NOTHING if share is None else f"{100 * share:.1f} %"
 
 
 def show_numbers(shown: Shown, text: Catalogue) -> None:

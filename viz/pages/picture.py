@@ -12,6 +12,7 @@ from viz import player
 from viz.figures.moving import moving_picture
 from viz.figures.picture import picture_info, typical_step
 from viz.locales import Catalogue
+from viz.locales.engine import lesson
 from viz.pages.downloads import show_downloads
 from viz.pages.prediction import Shown
 
@@ -87,6 +88,7 @@ def _payload(key: tuple, _shown: Shown, _measured: Timeline | None, _text: Catal
         _measured,
         view,
         memory=_shown.summary["peak_memory"],
+        steps=lesson(_text.language, prediction.job.spec.mode).steps,
     )
     # In another view or language the clock goes on where it is.
     return moving_picture(info, _text, id=repr(moment))

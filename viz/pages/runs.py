@@ -1,4 +1,4 @@
-"""The run folders -> a list of earlier runs, newest first, to open again or to delete; then the recorded ones."""
+"""The run folders -> a list of earlier runs, newest first, to open again, compare or delete; then the recorded ones."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from engine import archive
 from engine.rules import SpecError
 from viz import locales
 from viz.locales import Catalogue
+from viz.pages.comparison import mark, show_comparison
 from viz.pages.live import state_badge
-from viz.pages.numbers import duration
+from viz.pages.numbers import NOTHING, duration
 from viz.pages.settings import show_language
 from viz.pages.state import Asked, act, read_url, write_url
 
 PAGE = 12  # rows
-WIDTHS = (1.9, 2.4, 0.9, 1.1, 1.2, 1.2, 1.3, 1.4, 0.9)
-HEADS = ("when", "mode", "model", "state", "step_time", "parity", "conformance")
+WIDTHS = (0.4, 2.6, 2.4, 0.9, 1.1, 1.1, 1.1, 1.3, 1.2, 0.9)
+HEADS = ("choose", "when", "mode", "model", "state", "step_time", "parity", "conformance")
 
 
 def show(runs_dir: Path, lab: st.Page) -> None:
@@ -33,6 +34,8 @@ def show(runs_dir: Path, lab: st.Page) -> None:
         show_language(asked)
     own = archive.list_runs(runs_dir)
     recorded = archive.list_runs(runs_dir / archive.GALLERY)
+    if len(own) + len(recorded) > 1:
+        st.caption(text("runs.compare"))
     if own:
         _show_list(own, runs_dir, lab, asked, text, key="own")
     else:
@@ -41,13 +44,19 @@ def show(runs_dir: Path, lab: st.Page) -> None:
         st.markdown(f"#### {text('runs.gallery')}")
         st.caption(text("runs.gallery.help"))
         _show_list(recorded, runs_dir / archive.GALLERY, lab, asked, text, key="gallery")
+    folders = [runs_dir / run["run_id"] for run in own]
+    folders += [runs_dir / archive.GALLERY / run["run_id"] for run in recorded]
+    chosen = [folder for folder in folders if st.session_state.get(f"choose-{folder.name}")]
+    if len(chosen) > 1:
+        show_comparison(chosen, text)
 
 
 def _show_list(
     found: list[dict[str, Any]], folder: Path, lab: st.Page, asked: Asked, text: Catalogue, key: str
 ) -> None:
     for place, name in zip(st.columns(WIDTHS), HEADS, strict=False):
-        place.caption(text(f"runs.{name}"))
+        if name != "choose":
+            place.caption(text(f"runs.{name}"))
     pages = -(-len(found) // PAGE)
     number = min(st.session_state.get(f"page-{key}", 1), pages)
     for status in found[(number - 1) * PAGE : number * PAGE]:
@@ -61,17 +70,18 @@ def _show_row(status: Mapping[str, Any], folder: Path, lab: st.Page, asked: Aske
     result = archive.read_result(folder / run_id) or {}
     link = {"run": run_id} | ({} if asked.language == locales.DEFAULT else {"lang": asked.language})
     with st.container(key=f"run-{run_id}"):
-        when, mode, model, state, step_time, parity, conformance, way, bin = st.columns(
+        choose, when, mode, model, state, step_time, parity, conformance, way, bin = st.columns(
             WIDTHS, vertical_alignment="center"
         )
-        when.markdown(_when(status))
+        choose.checkbox(text("runs.choose", run=run_id), key=f"choose-{run_id}", label_visibility="collapsed")
+        when.markdown(f"{_when(status)}  \n:small[:gray[{run_id}]]")
         if status["mode"]:
             mode.markdown(text("runs.mode_devices", mode=text(f"mode.{status['mode']}"), devices=status["devices"]))
         model.markdown(_model(folder / run_id, text))
         state.markdown(state_badge(status["state"], text))
         step_time.markdown(duration(result.get("step_time")))
-        parity.markdown(_mark(result.get("parity"), text))
-        conformance.markdown(_mark(result.get("conformance"), text))
+        parity.markdown(mark(result.get("parity"), text))
+        conformance.markdown(mark(result.get("conformance"), text))
         way.page_link(lab, label=text("runs.open"), icon=":material/open_in_new:", query_params=link)
         if folder.name != archive.GALLERY:
             with bin.popover("", icon=":material/delete:", help=text("runs.delete"), key=f"delete-{run_id}"):
@@ -82,7 +92,7 @@ def _show_row(status: Mapping[str, Any], folder: Path, lab: st.Page, asked: Aske
 def _when(status: Mapping[str, Any]) -> str:
     """In the server's own time zone, as in the run's id."""
     if status["created"] is None:
-        return status["run_id"]
+        return NOTHING
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status["created"]))
 
 
@@ -90,15 +100,7 @@ def _model(run_dir: Path, text: Catalogue) -> str:
     try:
         return text.name("model", archive.read_spec(run_dir).model)
     except SpecError:
-        return "-"
-
-
-def _mark(verdict: Mapping[str, Any] | None, text: Catalogue) -> str:
-    ok = (verdict or {}).get("ok")
-    if ok is None:
-        return "-"
-    word = text(f"runs.{'ok' if ok else 'bad'}")
-    return f":green-badge[:material/check: {word}]" if ok else f":red-badge[:material/close: {word}]"
+        return NOTHING
 
 
 def _delete(asked: Asked, folder: Path, run_id: str) -> None:

@@ -15,7 +15,7 @@ from engine.settings import ONE_PROCESS_MODES
 from engine.spec import Spec
 from viz.locales import Catalogue
 from viz.locales.engine import phrase
-from viz.pages.numbers import duration, percent
+from viz.pages.numbers import NOTHING, duration, percent
 from viz.pages.settings import escape
 
 LOG_TAIL = 40  # lines
@@ -92,6 +92,8 @@ def _conformance(result: Mapping[str, Any], text: Catalogue) -> None:
     found = result["conformance"]
     headline = text("conformance.headline", matched=f"{found['matched']:,}", planned=f"{found['planned']:,}")
     detail = text("conformance.detail", measured=f"{found['measured']:,}")
+    if found.get("routed"):
+        detail += " " + text("conformance.routed")
     if found["ok"] is None or not found["planned"]:
         headline = text("conformance.none")
         detail = escape(phrase(text.language, found.get("reason") or "")) or detail
@@ -137,7 +139,7 @@ def _learning(result: Mapping[str, Any], text: Catalogue) -> None:
     losses = [loss for loss in result["losses"] if loss is not None]
     accuracy = result["validation_accuracy"]
     rate = result["samples_per_second"]
-    headline = text("learning.rate", rate=f"{rate:,.0f}") if rate else "-"
+    headline = text("learning.rate", rate=f"{rate:,.0f}") if rate else NOTHING
     words = []
     if accuracy is not None:
         words.append(text("learning.accuracy", accuracy=percent(accuracy)))

@@ -46,7 +46,7 @@ def _components() -> tuple[Any, Any]:
 
 def _script() -> str:
     """The player as one module, since a component is given as one text."""
-    return _read("svg.js") + "\n" + _read("player.js")
+    return "\n".join(map(_read, ("svg.js", "telling.js", "player.js")))
 
 
 def _read(name: str) -> str:

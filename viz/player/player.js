@@ -42,10 +42,10 @@ class Player {
       <input class="ls-slider" type="range" min="0" step="any"><output class="ls-time"></output>
       <select class="ls-speed">${SPEEDS.map((s) => `<option value="${s}">${s}×</option>`).join("")}</select>
       <button type="button" class="ls-full">${icon("full")}</button></div>
-      <p class="ls-words" aria-live="off"></p><div class="ls-stage"><svg class="ls-under" aria-hidden="true"></svg>
+      <ol class="ls-rail"></ol><p class="ls-said"></p><p class="ls-words" aria-live="off"></p><div class="ls-stage"><svg class="ls-under" aria-hidden="true"></svg>
       <div class="ls-figure"></div><svg class="ls-marks" aria-hidden="true"></svg><svg class="ls-over" aria-hidden="true"></svg>
       <div class="ls-tip" hidden></div></div><div class="ls-foot"><span class="ls-legend"></span><span class="ls-caption"></span></div>`;
-    for (const part of ["slider", "time", "speed", "words", "stage", "figure", "under", "marks", "over", "tip", "legend", "caption"])
+    for (const part of ["slider", "time", "speed", "words", "rail", "said", "stage", "figure", "under", "marks", "over", "tip", "legend", "caption"])
       this[`${part}_`] = root.querySelector(`.ls-${part}`);
     this.buttons = Object.fromEntries(["back", "play", "forward", "repeat", "full"].map((name) => [name, root.querySelector(`.ls-${name}`)]));
     this.buttons.back.onclick = () => this.back();
@@ -55,6 +55,7 @@ class Player {
     this.buttons.full.onclick = () => this.toggleFull();
     this.buttons.full.hidden = !document.fullscreenEnabled;
     root.addEventListener("fullscreenchange", () => this.ready && this.fit());
+    this.rail = new Rail(this, this.rail_, this.said_);
     this.slider_.oninput = () => { this.pause(); this.seek(+this.slider_.value); };
     this.speed_.value = 1;
     this.speed_.onchange = () => (this.speed = +this.speed_.value);
@@ -88,6 +89,7 @@ class Player {
     if (font !== theme.fontFamily) (font = theme.fontFamily), known.clear();
     this.prepare();
     this.label();
+    this.rail.build(payload);
     // A copy, as Plotly writes into what it is given; with stand-in colours replaced by those of the theme.
     let text = JSON.stringify(payload.figure);
     for (const [standin, name] of Object.entries(payload.theme))
@@ -116,7 +118,7 @@ class Player {
     const full = document.fullscreenElement === this.root;
     this.zoom = full ? Math.min(1.6, Math.max(1, innerWidth / 1250)) : 1;
     this.root.style.setProperty("--ls-zoom", this.zoom);
-    const taken = [".ls-bar", ".ls-words", ".ls-foot"].reduce((sum, part) => sum + this.root.querySelector(part).offsetHeight, 64);
+    const taken = [".ls-bar", ".ls-rail", ".ls-said", ".ls-words", ".ls-foot"].reduce((sum, part) => sum + this.root.querySelector(part).offsetHeight, 64);
     const height = full ? Math.max(this.plain, Math.min(innerHeight - taken, this.plain * 2)) : this.plain;
     this.figure_.style.height = `${height}px`; // and the observer does the rest
     Plotly.relayout(this.figure_, { "font.size": this.payload.figure.layout.font.size * this.zoom });
@@ -160,6 +162,7 @@ class Player {
   play() {
     if (this.time >= this.payload.end) this.time = 0;
     Object.assign(this, { playing: true, held: 0 });
+    this.rail.begin();
     this.label();
     this.run();
   }
@@ -173,6 +176,7 @@ class Player {
       last = now;
       this.frame = requestAnimationFrame(tick);
       if (this.held > 0) return void (this.held -= past);
+      if (this.rail.introduce(past * this.speed)) return;
       const { end, pauses, seconds } = this.payload;
       if (this.time >= end) return this.repeat ? this.seek(0) : this.pause();
       const next = Math.min(end, this.time + (past * this.speed * end) / seconds);
@@ -189,11 +193,12 @@ class Player {
     const free = document.activeElement === document.body && this.root === [...document.querySelectorAll(".lockstep-player")].find((p) => p.offsetParent);
     if (!(here || free) || event.ctrlKey || event.metaKey || event.altKey || active?.tagName === "SELECT") return;
     const act = { " ": "toggle", k: "toggle", ArrowRight: "forward", ArrowLeft: "back", Home: "first", End: "last", l: "toggleRepeat", f: "toggleFull" }[event.key];
-    if (!act || !this.payload) return;
+    const step = /^[1-9]$/.test(event.key) && this.payload?.lesson[event.key - 1];
+    if (!(act || step) || !this.payload) return;
     if (event.key === " " && active?.tagName === "BUTTON" && here) return; // the button acts on its own
     event.preventDefault();
     event.stopPropagation();
-    this[act]();
+    step ? this.rail.go(event.key - 1) : this[act]();
   }
 
   seek(time) {
@@ -239,7 +244,8 @@ class Player {
       const [y0, y1] = spans.lanes[spans.lane[i]], high = ty(y1) - ty(y0);
       if (high < 10) return;
       const size = Math.min(15 * z, high - 3), room = (x1 - x0 - 4) * (BAR / size);
-      const label = strings[spans.label[i]].split("\t").find((words) => width(/^\d+$/.test(words) ? digits : words, BAR) <= room);
+      const short = (words) => (/^\d+$/.test(words) ? digits : /^[A-Z]\d+$/.test(words) ? `W${digits}` : words); // W: the widest
+      const label = strings[spans.label[i]].split("\t").find((words) => width(short(words), BAR) <= room);
       if (!label) return;
       const fill = spans.veiled[i] ? "currentColor" : looks[spans.look[i]][1];
       marks("text", { x: (x0 + x1) / 2, y: (ty(y0) + ty(y1)) / 2, fill, class: "ls-label", "font-size": size }, label);
@@ -251,7 +257,11 @@ class Player {
     const { boxes, spans, strings, flights, paths, looks, end, fade } = this.payload, t = this.time;
     const { px, py, left, right, top, bottom, clock } = this.scale();
     const under = brush(this.under_), over = brush(this.over_), doing = new Map(), idle = [];
-    const links = new Map(), flying = [], z = this.zoom;
+    const links = new Map(), flying = [], z = this.zoom, pointed = this.rail.at(t);
+    for (const [t0, t1, colour] of this.rail.bands()) {
+      const [x0, x1] = [t0, t1].map((v) => left + Math.max(0, Math.min(right - left, clock.l2p(v))));
+      if (x1 > x0) under("path", { d: rounded(x0, Math.max(x1, x0 + 3), top - 4, bottom, 4), fill: colour, opacity: 0.28 });
+    }
     for (let i = 0; i < flights.t0.length && flights.t0[i] <= t; i++) { // sorted by start
       if (t > flights.t1[i] || (t === flights.t1[i] && t < end)) continue;
       flying.push(i);
@@ -261,9 +271,10 @@ class Player {
       const [x0, y0, x1, y1] = this.payload.links[link];
       under("path", { d: `M${px(x0)},${py(y0)}L${px(x1)},${py(y1)}`, stroke: colour, "stroke-width": 6, opacity: 0.35 });
     }
-    boxes.forEach(({ at: [x0, x1, y0, y1], cells, kept, held, layers }, b) => {
+    boxes.forEach(({ at: [x0, x1, y0, y1], cells, kept, held, glow, layers }, b) => {
       const i = this.current(this.of[0][b], t), on = i < 0 ? 0 : Math.max(0, 1 - Math.max(0, t - spans.t1[i]) / fade);
       const active = i >= 0 && (t < spans.t1[i] || t === spans.t0[i]);
+      if (pointed === HELD) cells.forEach((cell, c) => held[c] && over("path", { d: rounded(px(kept[c][0]), px(kept[c][1]), py(cell[3]), py(cell[2]), 2), class: "ls-pointed" }));
       const said = active ? i : this.talking(this.of[1][b], t);
       said < 0 ? idle.push(b) : doing.set(spans.words[said], [...(doing.get(spans.words[said]) ?? []), b]);
       if (!on) return;
@@ -275,7 +286,7 @@ class Player {
       cells.forEach(([c0, c1, d0, d1], c) => {
         const lit = spans.cell[i]; // a cell, -1: all that are held, or -2 - held: those of one stage
         if (lit !== c && !(held[c] && (lit === -1 || lit === -2 - held[c]))) return;
-        const [k0, k1] = lit === c ? [c0, c1] : kept[c]; // a layer that computes is whole; what is updated, a shard
+        const [k0, k1] = lit === c ? glow[c] : kept[c]; // what is updated, a shard
         over("path", { d: rounded(px(k0), px(k1), py(d1), py(d0), 2), fill: colour, opacity: on });
         if (this.named && k1 - k0 > (c1 - c0) / 2) over("text", { x: (px(c0) + px(c1)) / 2, y: (py(d0) + py(d1)) / 2, fill: ink, opacity: on, class: "ls-lit" }, layers[c]);
       });
@@ -293,12 +304,13 @@ class Player {
     const size = Math.min(z, Math.max(0.55, (px(boxes[0].at[1]) - px(boxes[0].at[0])) / 90));
     for (const i of flying) {
       const [x, y] = this.along(paths[flights.path[i]], (t - flights.t0[i]) / (flights.t1[i] - flights.t0[i]));
-      const [colour, ink, shape] = looks[flights.look[i]], spot = `translate(${px(x)},${py(y)})scale(${size})`;
+      const [colour, ink, shape] = looks[flights.look[i]], spot = `translate(${px(x)},${py(y)})scale(${size * (pointed === BATCH ? 1.5 : 1)})`;
       over("path", { d: SHAPES[shape], fill: colour, transform: spot, class: "ls-packet" });
       if (flights.number[i] >= 0) over("text", { transform: spot, fill: ink, class: "ls-number" }, String(flights.number[i]));
     }
     under(), over();
-    this.narrate(doing, idle);
+    const words = narration(this.payload, doing, idle, (line) => width(line, WORDS) * z <= this.room);
+    if (this.words_.textContent !== words) this.words_.textContent = this.words_.title = words;
     this.drawn = (this.drawn ?? 0) + 1; // frames, for tests
   }
 
@@ -321,30 +333,6 @@ class Player {
   talking(of, t) {
     const { t0, t1 } = this.payload.spans;
     return of.findLast((i) => t0[i] <= t && t < t1[i]) ?? -1;
-  }
-
-  // One line: who does what. Where ranks do many different things, only which kind of thing.
-  narrate(doing, idle) {
-    const { strings, text } = this.payload;
-    const line = (name) => {
-      const groups = new Map();
-      for (const [words, ranks] of doing) groups.set(name(strings[words]), [...(groups.get(name(strings[words])) ?? []), ...ranks]);
-      const parts = [...groups].map(([said, ranks]) => `${this.ranks(ranks.sort((a, b) => a - b))}: ${said}`);
-      if (idle.length && parts.length) parts.push(text.idle.replace("{ranks}", this.ranks(idle)));
-      return parts.join("   |   ");
-    };
-    const full = line((said) => said);
-    const words = width(full, WORDS) * this.zoom <= this.room ? full : line((said) => said.split(" · ")[0]);
-    if (this.words_.textContent !== words) this.words_.textContent = this.words_.title = words;
-  }
-
-  ranks(of) {
-    const { boxes, text } = this.payload;
-    if (of.length === 1) return boxes[of[0]].name;
-    if (of.length === boxes.length) return text.all;
-    const runs = [];
-    for (const b of of) runs.length && runs.at(-1)[1] === b - 1 ? (runs.at(-1)[1] = b) : runs.push([b, b]);
-    return text.ranks.replace("{ranks}", runs.map(([a, b]) => (a === b ? a : b === a + 1 ? `${a}, ${b}` : `${a}–${b}`)).join(", "));
   }
 
   // Where the pointer is, on the clock and in the rows.

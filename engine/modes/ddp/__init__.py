@@ -1,16 +1,34 @@
 """DistributedDataParallel: a replica a rank, gradients all-reduced in buckets while backward goes on."""
 
-from engine.modes import Lesson
+from engine.lessons import PASSES, Lesson, Step
 
 LESSON = Lesson(
     title="Distributed data parallel (DDP)",
     idea="Every rank holds the whole model and sees its own part of the batch; gradients are averaged over ranks.",
     steps=(
-        "The sampler gives each rank its own part of the batch.",
-        "Each rank runs forward on its part.",
-        "Backward makes gradients from the last layer to the first; full buckets are all-reduced meanwhile.",
-        "When the last bucket has arrived, every rank holds the same averaged gradients.",
-        "Every rank takes the same optimizer step, so the replicas stay equal.",
+        Step(
+            "Data split",
+            "A sampler cuts every batch into equal parts, one a rank: no sample is in two of them.",
+            payload="batch",
+        ),
+        Step("Model replication", "Every rank holds the whole model, with the weights that rank 0 began with."),
+        Step("Data assignment", "Each rank loads its own part of the batch.", kinds=("load",)),
+        Step(
+            "Independent computation",
+            "Each rank runs forward and backward on its part, with no word from the others.",
+            kinds=PASSES,
+        ),
+        Step(
+            "Gradient aggregation",
+            "Full buckets of gradients are averaged over the ranks (all-reduce) while backward goes on.",
+            kinds=("all_reduce",),
+            payload="gradient",
+        ),
+        Step(
+            "Update",
+            "Every rank takes the same step with the same gradients, so the replicas stay equal.",
+            kinds=("optimizer",),
+        ),
     ),
     use="The model fits on one device, and you want more samples a second.",
     limits="Each rank keeps everything: weights, gradients, optimizer state. All gradients travel once a step.",

@@ -25,7 +25,7 @@ def factors(shape: Sequence[int], rank: int) -> tuple[int, int] | None:
     return (rows * rank, columns * rank) if (rows + columns) * rank * LEAST < rows * columns else None
 
 
-def all_reduces(bucket: Bucket, layers: Sequence[Layer], spec: Spec, reduced: int) -> list[tuple[str, int]]:
+def pieces(bucket: Bucket, layers: Sequence[Layer], spec: Spec, reduced: int) -> list[tuple[str, int]]:
     """(what of the bucket, bytes) of each, in order; `reduced`: how often gradients were reduced before."""
     if spec.compress == "fp16":
         return [("", bucket.bytes // FP32 * FP16)]
@@ -43,6 +43,6 @@ def all_reduces(bucket: Bucket, layers: Sequence[Layer], spec: Spec, reduced: in
 
 def kept(buckets: Sequence[Bucket], layers: Sequence[Layer], spec: Spec) -> int:
     """Bytes beside the buckets: what is sent, and for PowerSGD what it left out the last time, and a copy of all."""
-    sent = sum(size for bucket in buckets for _, size in all_reduces(bucket, layers, spec, START))
+    sent = sum(size for bucket in buckets for _, size in pieces(bucket, layers, spec, START))
     whole = sum(bucket.bytes for bucket in buckets)
     return {"fp16": sent, "powersgd": sent + 2 * whole}.get(spec.compress, 0)

@@ -5,10 +5,12 @@ not known yet. Once reduced, the buckets are rebuilt in the order in which gradi
 broadcast. A bucket is closed by the gradient that makes it reach its size limit.
 """
 
+from collections.abc import Callable
+
 from engine import chain
 from engine.job import Job
-from engine.modes.ddp.buckets import buckets
-from engine.modes.ddp.compression import all_reduces, kept
+from engine.modes.ddp.buckets import Bucket, buckets
+from engine.modes.ddp.compression import kept, pieces
 from engine.plan import Mesh, Op, Plan, Program
 
 INT32 = 4  # bytes
@@ -31,23 +33,29 @@ def _passes(job: Job, step: int, microstep: int, synced: bool) -> list[Op]:
     each = job.spec.sync_every_microstep
     reduced = step * job.microsteps + microstep if each else step  # how often gradients were reduced before
     whole = buckets(job.layers, job.spec.bucket_mb if reduced else None)
-    ops = []
-    if reduced == 1 and (each or microstep == 0):
-        num_params = sum(len(layer.params) for layer in job.layers)
-        ops += [_control("bucket order", INT32 * (num_params + 1)), _control("bucket sizes", INT32 * len(whole))]
+    ops = bucket_order(whole, "dp") if reduced == 1 and (each or microstep == 0) else []
     ops += chain.forward(job.layers, job.micro_batch, spec=job.spec)
     for compute in chain.backward_by_layer(job.layers, job.micro_batch, spec=job.spec):
-        full = [(i, b) for i, b in enumerate(whole) if synced and b.last_layer == compute[-1].part]
         ops += compute
-        for i, bucket in full:
-            sent = all_reduces(bucket, job.layers, job.spec, reduced)
-            ops += [_all_reduce(f"bucket{i}{what}", size) for what, size in sent]
+        if synced:
+            ops += all_reduces(whole, compute[-1].part, "dp", lambda b: pieces(b, job.layers, job.spec, reduced))
     return ops
 
 
-def _all_reduce(part: str, size: int) -> Op:
-    return Op(kind="all_reduce", part=part, payload="gradient", axis="dp", asynchronous=True, bytes=size)
+def bucket_order(whole: list[Bucket], axis: str) -> list[Op]:
+    """Rank 0 tells the others which gradient is where: an index each and their number, then the sizes."""
+    sizes = {"bucket order": sum(len(bucket.params) for bucket in whole) + 1, "bucket sizes": len(whole)}
+    return [Op(kind="broadcast", part=part, payload="control", axis=axis, bytes=INT32 * n) for part, n in sizes.items()]
 
 
-def _control(part: str, size: int) -> Op:
-    return Op(kind="broadcast", part=part, payload="control", axis="dp", bytes=size)
+def _whole(bucket: Bucket) -> list[tuple[str, int]]:
+    return [("", bucket.bytes)]
+
+
+def all_reduces(
+    whole: list[Bucket], layer: str, axis: str, sent: Callable[[Bucket], list[tuple[str, int]]] = _whole
+) -> list[Op]:
+    """Of the buckets that are full when `layer` has made its gradients; `sent` is what of each, and its bytes."""
+    common = {"kind": "all_reduce", "payload": "gradient", "axis": axis, "asynchronous": True}
+    full = [(i, bucket) for i, bucket in enumerate(whole) if bucket.last_layer == layer]
+    return [Op(part=f"bucket{i}{what}", bytes=size, **common) for i, bucket in full for what, size in sent(bucket)]

@@ -1,17 +1,43 @@
 """Tensor with sequence parallelism: between the cut matrices, each rank keeps its part of the context only."""
 
-from engine.modes import Lesson
+from engine.lessons import BACKWARD, FORWARD, Lesson, Step
 
 LESSON = Lesson(
     title="Tensor and sequence parallel",
     idea="Tensor parallel, and what lies between the cut matrices (norms, sums) is cut too: along the sequence.",
     steps=(
-        "Every rank loads the same batch and keeps its part of each sequence.",
-        "Each rank computes the norm of its own tokens.",
-        "An all-gather brings the tokens together before a matrix that is cut by columns.",
-        "After the matrix cut by rows, a reduce-scatter adds the parts and leaves each rank its own tokens.",
-        "In backward a reduce-scatter stands where the all-gather was, and the other way round.",
-        "The gradients of the norms' weights, each of some tokens only, are all-reduced.",
+        Step("Matrix split", "Matrices are cut as in tensor parallel; what lies between them, along the sequence."),
+        Step("Same batch", "Every rank loads the same batch and keeps its part of each sequence.", kinds=("load",)),
+        Step(
+            "Partial forward",
+            "Norms and sums run on a rank's own tokens, a pair of matrices on all tokens with a part of the weights.",
+            kinds=FORWARD,
+        ),
+        Step(
+            "Gather of tokens",
+            "An all-gather brings the tokens together before a pair of matrices.",
+            kinds=("all_gather",),
+            payload="activation",
+        ),
+        Step(
+            "Sum and scatter",
+            "After the pair a reduce-scatter adds the parts and leaves each rank its own tokens.",
+            kinds=("reduce_scatter",),
+            payload="activation",
+        ),
+        Step(
+            "Backward",
+            "In backward a reduce-scatter stands where the all-gather was, and the other way round.",
+            kinds=(*BACKWARD, "all_gather", "reduce_scatter"),
+            payload="gradient",
+        ),
+        Step(
+            "Gradients of norms",
+            "The gradients of the norms' weights, each of some tokens only, are all-reduced.",
+            kinds=("all_reduce",),
+            payload="gradient",
+        ),
+        Step("Update of shards", "Each rank updates its own shards.", kinds=("optimizer",)),
     ),
     use="Tensor parallel where activations fill the memory: long sequences, many layers.",
     limits="As many bytes travel as in tensor parallel; the degree must divide the heads and the context.",

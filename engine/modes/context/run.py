@@ -1,0 +1,50 @@
+"""A job whose sequences are dealt out to the ranks: attention between them, and torch's DistributedDataParallel."""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from engine.job import Job
+from engine.modes.context.cuts import parts
+from engine.modes.context.deal import positions
+from engine.modes.ddp.buckets import DEFAULT_BUCKET_MB
+from engine.real import models
+from engine.real.context_attention import ATTENTION, Ranks
+from engine.real.data import Batches
+from engine.real.recorder import Recorder
+from engine.real.training import LocalTraining, Place
+
+
+def training(job: Job, place: Place) -> LocalTraining:
+    group = init_device_mesh(place.device.type, (place.world_size,), mesh_dim_names=("cp",)).get_group("cp")
+    chain = models.build(job).to(place.device)
+    chain.recorder = place.recorder
+    place.recorder.label = lambda kind: ("cp", "gradient" if kind == "all_reduce" else "control")
+    batches = Batches(job, 0, 1, place.device)
+    deal_out(chain, batches, job, group, place.recorder)
+    limit = {} if job.spec.bucket_mb == DEFAULT_BUCKET_MB else {"bucket_cap_mb": job.spec.bucket_mb}
+    replica = DistributedDataParallel(chain, process_group=group, **limit)
+    optimizer = models.make_optimizer(job, replica.parameters())
+    return LocalTraining(job, place, chain, replica, batches, optimizer)
+
+
+def deal_out(chain: models.Chain, batches: Batches, job: Job, group: dist.ProcessGroup, recorder: Recorder) -> None:
+    """Give a rank of `group` its own tokens of every sequence, and the chain the attention that asks the others.
+
+    The chain's parameters stay as they are, so it may be wrapped in anything that averages gradients over `group`.
+    """
+    spec, ranks, rank = job.spec, dist.get_world_size(group), dist.get_rank(group)
+    if ranks == 1:
+        return
+    places = torch.tensor(positions(rank, ranks, spec.context, spec.balance))
+    batches.x, batches.y = batches.x[:, places], batches.y[:, places]
+    recorder.parts = functools.cache(lambda kind, layer: parts(job, kind, layer, rank))
+    for name, layer in chain.named_children():
+        if isinstance(layer, models.Embed):
+            layer.places = places.to(batches.device)
+        if isinstance(layer, models.Block):
+            among = Ranks(group, recorder, spec.balance, name)
+            layer.attention = functools.partial(ATTENTION[spec.attention], ranks=among)

@@ -1,0 +1,146 @@
+"""A job under expert parallelism -> its plan: every block cut where its tokens travel to the experts and back.
+
+Where tokens go depends on the data. A prediction gives every expert as many as any other; a job that knows what its
+routers chose (`Job.routed`) gets the sizes that follow from it. What a rank sends to the experts of all ranks, and gets
+back from them, is the same in both: each of its tokens, `top_k` times.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engine import chain
+from engine.job import Job
+from engine.modes.ddp.buckets import buckets
+from engine.modes.ddp.plan import all_reduces, bucket_order
+from engine.modes.tensor.shards import piece
+from engine.plan import Mesh, Op, Plan, Program
+from engine.shapes import FP32, Layer, num_experts
+
+INT64 = 8  # bytes
+ATTENTION = ("norm1", "qkv", "proj", "norm2", "router")
+Cut = list[Layer | Op]  # pieces of a layer, for one sample, and the collectives between them, for all of a rank's
+
+
+def plan(job: Job, step: int) -> Plan:
+    ranks = range(job.degree("ep"))
+    alike = job.routed is None  # then all ranks do the same
+    programs = tuple(_program(job, step, ranks, place) for place in ranks[: 1 if alike else None])
+    roles = (0,) * len(ranks) if alike else tuple(ranks)
+    return Plan(Mesh(("ep",), (len(ranks),)), programs, roles, tuple(layer.name for layer in job.layers))
+
+
+def _program(job: Job, step: int, group: Sequence[int], place: int) -> Program:
+    """DDP's buckets hold the gradients of what every rank has. A block makes the last of them at the very end."""
+    layers, batch = held(job, place), job.local_batch
+    whole = buckets(replicated(job), job.spec.bucket_mb if step > 0 else None)
+    ops = [chain.load(job.sample_bytes, batch), *(bucket_order(whole, "ep") if step == 1 else [])]
+    for layer in layers:
+        for item in forward(job, layer, arrivals(job, layer, group, place)):
+            ops += chain.forward([item], batch) if isinstance(item, Layer) else [item]
+    for layer in reversed(layers):
+        for item in backward(job, layer, arrivals(job, layer, group, place)):
+            ops += chain.backward([item], batch) if isinstance(item, Layer) else [item]
+        ops += all_reduces(whole, layer.name, "ep")
+    ops.append(chain.optimizer(layers, job.spec))
+    memory = chain.standing_memory(layers, job.spec) | {"buckets": sum(bucket.bytes for bucket in whole)}
+    shares = tuple(mine.param_bytes / layer.param_bytes for mine, layer in zip(layers, job.layers, strict=True))
+    return Program(tuple(ops), tuple(range(len(layers))), memory, shares=shares if len(group) > 1 else ())
+
+
+def held(job: Job, place: int) -> tuple[Layer, ...]:
+    """The model's layers, with the experts that the rank at `place` of its group holds: a run of them."""
+
+    def mine(layer: Layer) -> range:
+        each = num_experts(layer) // job.degree("ep")
+        return range(place * each, (place + 1) * each)
+
+    return tuple(
+        replace(layer, params=tuple((n, shape) for n, shape in layer.params if _expert(n) in (None, *mine(layer))))
+        for layer in job.layers
+    )
+
+
+def replicated(job: Job) -> tuple[Layer, ...]:
+    """The model's layers, without what only some ranks of a group have."""
+    shared = job.degree("ep") > 1
+    return tuple(
+        replace(layer, params=tuple((n, shape) for n, shape in layer.params if not shared or _expert(n) is None))
+        for layer in job.layers
+    )
+
+
+def _expert(name: str) -> int | None:
+    """Whose parameter this is: experts.3.up.weight -> 3; None where it is no expert's."""
+    words = name.split(".")
+    return int(words[1]) if words[0] == "experts" else None
+
+
+def arrivals(job: Job, layer: Layer, group: Sequence[int], place: int) -> int:
+    """Copies of tokens that all ranks of a group send to the experts of the rank at `place` in it."""
+    if job.routed is None or not num_experts(layer):
+        return _copies(job)
+    each = job.spec.experts // len(group)
+    return sum(sum(job.routed[rank][layer.name][place * each : (place + 1) * each]) for rank in group)
+
+
+def _copies(job: Job) -> int:
+    """Copies of tokens that a rank sends."""
+    return job.local_batch * job.spec.context * job.spec.top_k
+
+
+def parts(job: Job, kind: str, name: str) -> tuple[str, ...]:
+    """Names of the pieces of layer `name` in a pass of this kind."""
+    (layer,) = [layer for layer in job.layers if layer.name == name]
+    cut = (forward if kind == "forward" else backward)(job, layer, 0)
+    return tuple(item.name for item in cut if isinstance(item, Layer))
+
+
+def forward(job: Job, layer: Layer, arrived: int) -> Cut:
+    """A block to whose experts here `arrived` copies of tokens come. One rank has nothing to exchange."""
+    if job.degree("ep") == 1 or not num_experts(layer):
+        return [layer]
+    attention, experts, combine = _pieces(job, layer, arrived)
+    counts = _all_to_all(layer, "counts", "control", INT64 * job.spec.experts)
+    dispatch = piece(layer, "dispatch", output=(job.spec.context, job.spec.top_k * job.spec.hidden))
+    there = _all_to_all(layer, "dispatch", "tokens", _bytes(job, _copies(job)))
+    back = _all_to_all(layer, "combine", "tokens", _bytes(job, arrived))
+    return [attention, counts, dispatch, there, experts, back, combine]
+
+
+def backward(job: Job, layer: Layer, arrived: int) -> Cut:
+    """The other way round; who sends how many is known by then."""
+    if job.degree("ep") == 1 or not num_experts(layer):
+        return [layer]
+    attention, experts, combine = _pieces(job, layer, arrived)
+    there = _all_to_all(layer, "combine", "gradient", _bytes(job, _copies(job)))
+    back = _all_to_all(layer, "dispatch", "gradient", _bytes(job, arrived))
+    return [combine, there, experts, back, attention]
+
+
+def _all_to_all(layer: Layer, part: str, payload: str, size: int) -> Op:
+    return Op(kind="all_to_all", part=f"{layer.name}.{part}", payload=payload, axis="ep", bytes=size)
+
+
+def _bytes(job: Job, copies: int) -> int:
+    return FP32 * copies * job.spec.hidden
+
+
+def _pieces(job: Job, layer: Layer, arrived: int) -> tuple[Layer, Layer, Layer]:
+    """Up to the copies on their way, the experts, and from the copies that are back. Indices are int64: which experts,
+    and three orders. Of each copy an expert keeps the input, up's output and GELU's."""
+    (c, h), heads, num, k = layer.output, job.spec.heads, job.spec.experts, job.spec.top_k
+    attention = piece(
+        layer, "attention", *ATTENTION,
+        flops=2 * c * 4 * h * h + 2 * 2 * c * c * h + 2 * c * h * num,
+        saved=FP32 * c * (8 * h + heads + num) + INT64 * c * 2 * k,
+        output=(c, h),
+    )  # fmt: skip
+    of_sample = arrived / job.local_batch
+    experts = piece(
+        layer, "experts", "experts",
+        flops=round(of_sample * 2 * 8 * h * h),
+        saved=round(of_sample * (FP32 * 9 * h + INT64 * 2)),
+        output=(round(of_sample), h),
+    )  # fmt: skip
+    combine = piece(layer, "combine", saved=FP32 * c * k * (1 + h) + INT64 * c * k, output=(c, h))
+    return attention, experts, combine

@@ -1,0 +1,87 @@
+"""A job whose experts are shared out over the ranks: PyTorch's all-to-all takes tokens there and back, and its
+DistributedDataParallel averages the gradients of all the rest."""
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from engine.job import Job
+from engine.modes.ddp.buckets import DEFAULT_BUCKET_MB
+from engine.modes.expert.plan import parts
+from engine.real import models
+from engine.real.data import Batches
+from engine.real.recorder import Recorder
+from engine.real.training import LocalTraining, Place
+
+
+def training(job: Job, place: Place) -> LocalTraining:
+    chain = models.build(job).to(place.device)
+    chain.recorder = place.recorder
+    group = init_device_mesh(place.device.type, (place.world_size,), mesh_dim_names=("ep",)).get_group()
+    own = share_experts(chain, group, place.recorder)
+    place.recorder.label = lambda kind: ("ep", "gradient" if kind == "all_reduce" else "control")
+    place.recorder.parts = lambda kind, layer: parts(job, kind, layer)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(chain, own)
+    limit = {} if job.spec.bucket_mb == DEFAULT_BUCKET_MB else {"bucket_cap_mb": job.spec.bucket_mb}
+    replica = DistributedDataParallel(chain, process_group=group, **limit)
+    optimizer = models.make_optimizer(job, chain.parameters())
+    batches = Batches(job, place.rank, place.world_size, place.device)
+    return LocalTraining(job, place, chain, replica, batches, optimizer)
+
+
+def share_experts(chain: models.Chain, group: dist.ProcessGroup, recorder: Recorder) -> list[str]:
+    """Leave each rank of the group a run of each block's experts, and let tokens travel to all of them. Returns the
+    names of the parameters that this rank has and the others have not; a group of one shares nothing.
+
+    The loss is the mean over the ranks' losses, and an expert sees the tokens of all of them: so its gradient is the
+    sum over the ranks, divided by their number, and is final.
+    """
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
+        return []
+    names = []
+    for block in chain.children():
+        if not isinstance(block, models.MixtureBlock):
+            continue
+        each = block.num_experts // ranks
+        first = dist.get_rank(group) * each
+        for expert in [name for name in block.experts if not first <= int(name) < first + each]:
+            del block.experts[expert]
+        for name, parameter in block.experts.named_parameters():
+            parameter.register_hook(lambda gradient: gradient / ranks)
+            names.append(f"{block.name}.experts.{name}")
+        block.elsewhere = Elsewhere(block, group, recorder)
+    return names
+
+
+class Elsewhere:
+    """A block's experts on all ranks of a group, instead of its own."""
+
+    def __init__(self, block: models.MixtureBlock, group: dist.ProcessGroup, recorder: Recorder):
+        self.block, self.group, self.recorder = block, group, recorder
+
+    def __call__(self, tokens: torch.Tensor, order: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        ranks, each = dist.get_world_size(self.group), len(self.block.experts)
+        coming = torch.empty_like(counts)  # from each rank, for each of the experts here
+        self.recorder.collective("all_to_all", counts.nbytes, axis="ep", payload="control")
+        dist.all_to_all_single(coming, counts, group=self.group)
+        self.recorder.waited()
+        there, here = (sizes.view(ranks, each).sum(1).tolist() for sizes in (counts, coming))
+        arrived = self._exchange(tokens[order], there, here)
+        expert = torch.arange(each, device=coming.device).repeat(ranks).repeat_interleave(coming)
+        by_expert = expert.argsort(stable=True)  # they come by rank
+        made = self.block.outputs(arrived, by_expert, coming.view(ranks, each).sum(0))
+        return self._exchange(made[by_expert.argsort()], here, there)
+
+    def _exchange(self, copies: torch.Tensor, sent: list[int], got: list[int]) -> torch.Tensor:
+        """The first `sent[0]` copies to the first rank, and so on; gradients travel the other way."""
+        recorder = self.recorder
+        recorder.collective("all_to_all", copies.nbytes, axis="ep", payload="tokens")
+        result = funcol.wait_tensor(funcol.all_to_all_single_autograd(copies, got, sent, self.group))
+        recorder.waited()
+        if result.requires_grad:
+            result.register_hook(lambda g: recorder.collective("all_to_all", g.nbytes, axis="ep", payload="gradient"))
+            copies.register_hook(lambda gradient: recorder.waited())
+        return result
