@@ -5,8 +5,10 @@ Shared by the plans of all modes, so that the same layer costs the same wherever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 
+from engine.job import Job
 from engine.plan import Op
 from engine.shapes import FP32, Layer
 from engine.spec import Spec
@@ -17,7 +19,18 @@ OPTIMIZER_COPIES = {"sgd": 1, "adamw": 2}
 OPTIMIZER_FLOPS = {"sgd": 4, "adamw": 12}
 
 
-def forward(layers: Sequence[Layer], samples: int, *, stage: int = 0, microbatch: int = 0) -> list[Op]:
+def kept(layer: Layer, spec: Spec | None) -> int:
+    """Bytes that a layer keeps of one sample from its forward to its backward pass, as far as it is computed again."""
+    if spec is None or spec.recompute in (None, "none"):
+        return layer.saved
+    if spec.recompute == "full":
+        return layer.inputs
+    return layer.products or layer.saved
+
+
+def forward(
+    layers: Sequence[Layer], samples: int, *, stage: int = 0, microbatch: int = 0, spec: Spec | None = None
+) -> list[Op]:
     return [
         Op(
             kind="forward",
@@ -26,25 +39,38 @@ def forward(layers: Sequence[Layer], samples: int, *, stage: int = 0, microbatch
             part=layer.name,
             flops=layer.flops * samples,
             bytes=layer.param_bytes + samples * (layer.saved + layer.output_bytes),
-            saved=layer.saved * samples,
+            saved=kept(layer, spec) * samples,
         )
         for layer in layers
     ]
 
 
-def backward(layers: Sequence[Layer], samples: int, *, stage: int = 0, microbatch: int = 0) -> list[Op]:
-    """From the last layer to the first: twice the FLOPs, reads what was saved, writes the parameters' gradients."""
-    return [
-        Op(
-            kind="backward",
-            stage=stage,
-            microbatch=microbatch,
-            part=layer.name,
-            flops=2 * layer.flops * samples,
-            bytes=2 * layer.param_bytes + 2 * samples * (layer.saved + layer.output_bytes),
-        )
-        for layer in reversed(layers)
-    ]
+def backward(
+    layers: Sequence[Layer], samples: int, *, stage: int = 0, microbatch: int = 0, spec: Spec | None = None
+) -> list[Op]:
+    """From the last layer to the first: what was not kept is computed again; then twice the FLOPs of forward, which
+    reads what was saved, and writes the parameters' gradients."""
+    where = {"stage": stage, "microbatch": microbatch}
+    ops = []
+    for layer in reversed(layers):
+        if kept(layer, spec) < layer.saved:
+            ops.append(_recompute(layer, samples, spec, **where))
+        traffic = 2 * layer.param_bytes + 2 * samples * (layer.saved + layer.output_bytes)
+        ops.append(Op(kind="backward", part=layer.name, flops=2 * layer.flops * samples, bytes=traffic, **where))
+    return ops
+
+
+def backward_by_layer(layers: Sequence[Layer], samples: int, *, spec: Spec) -> list[list[Op]]:
+    """The same, one list a layer, from the last to the first."""
+    return [backward([layer], samples, spec=spec) for layer in reversed(layers)]
+
+
+def _recompute(layer: Layer, samples: int, spec: Spec, **where: int) -> Op:
+    """The layer's forward once more, up to the last thing that backward needs; of products selectively none."""
+    flops = 0 if spec.recompute == "selective" else (layer.flops - layer.last_flops) * samples
+    traffic = layer.param_bytes + samples * (layer.saved + layer.output_bytes)
+    again = (layer.saved - kept(layer, spec)) * samples
+    return Op(kind="recompute", part=layer.name, flops=flops, bytes=traffic, saved=again, **where)
 
 
 def whole_stage(ops: Sequence[Op]) -> Op:
@@ -63,11 +89,38 @@ def load(sample_bytes: int, samples: int) -> Op:
     return Op(kind="load", payload="batch", bytes=sample_bytes * samples)
 
 
+def microsteps(job: Job, passes: Callable[[int, bool], Sequence[Op]]) -> list[Op]:
+    """The loads and `passes(k, whether gradients are reduced after it)` of every micro-step k, which all its ops carry.
+
+    Where there is just one, its index says nothing, and a load and a collective carry none.
+    """
+    count, ops = job.microsteps, []
+    for k in range(count):
+        synced = bool(job.spec.sync_every_microstep) or k == count - 1
+        step = [load(job.sample_bytes, job.micro_batch), *passes(k, synced)]
+        ops += step if count == 1 else [dataclasses.replace(op, microbatch=k) for op in step]
+    return ops
+
+
 def optimizer(layers: Sequence[Layer], spec: Spec) -> Op:
     """Reads parameters and gradients, writes parameters; and reads and writes each copy that the optimizer keeps."""
     size = sum(layer.param_bytes for layer in layers)
+    numbers = sum(layer.num_params for layer in layers)
     copies = OPTIMIZER_COPIES[spec.optimizer]
-    return Op(kind="optimizer", bytes=size * (3 + 2 * copies), flops=size // FP32 * OPTIMIZER_FLOPS[spec.optimizer])
+    return Op(kind="optimizer", bytes=size * (3 + 2 * copies), flops=numbers * OPTIMIZER_FLOPS[spec.optimizer])
+
+
+def clip(layers: Sequence[Layer], spec: Spec, axes: Mapping[str, int] | None = None) -> list[Op]:
+    """If gradients are clipped: their norms on this device, their sums over the axes along which they are cut, with so
+    many numbers each, and the scaling. An axis of one device needs no sum, and is not to be given."""
+    if spec.clip is None:
+        return []
+    size = sum(layer.param_bytes for layer in layers)
+    total = Op(kind="all_reduce", part="norm", payload="control")
+    sums = [dataclasses.replace(total, axis=axis, bytes=FP32 * count) for axis, count in (axes or {}).items()]
+    numbers = sum(layer.num_params for layer in layers)
+    norm = Op(kind="optimizer", part="norm", bytes=size, flops=2 * numbers)
+    return [norm, *sums, Op(kind="optimizer", part="clip", bytes=2 * size, flops=numbers)]
 
 
 def standing_memory(layers: Sequence[Layer], spec: Spec) -> dict[str, int]:

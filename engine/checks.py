@@ -15,6 +15,8 @@ from engine.settings import (
     DATA_MODES,
     MAX_RING,
     MODE_MODELS,
+    MODEL_REASONS,
+    ONE_BUCKET_MB,
     ONE_PROCESS_MODES,
     SEVERAL_STAGES,
     STAGE_MODES,
@@ -38,6 +40,11 @@ def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
     models = MODE_MODELS.get(spec.mode, (spec.model,))
     if spec.model not in models:
         raise SpecError("model_of_mode", "model", spec.model, suggest=models, mode=spec.mode)
+    for (model, setting, value), reason in MODEL_REASONS.items():
+        if spec.model == model and getattr(spec, setting) == value:
+            raise SpecError("option_of_model", setting, value, model=model, reason=reason)
+    if spec.recompute == "selective" and not any(layer.products for layer in layers):
+        raise SpecError("nothing_to_recompute", "recompute", "selective", suggest=["none", "full"], model=spec.model)
     if spec.mode in TENSOR_MODES:
         _check_shards(spec, layers)
     if spec.mode == "context":
@@ -204,7 +211,23 @@ def check_fault(spec: Spec, fault: Fault, steps: int) -> None:
         raise SpecError("fault_with_peers", "fault", spec.fault, suggest=good)
 
 
+def check_compression(spec: Spec) -> Spec:
+    """Rules of gradient compression; before defaults are filled in, since what is one bucket depends on it."""
+    if spec.compress_rank is not None and spec.compress != "powersgd":
+        raise SpecError("does_not_apply", "compress_rank", spec.compress_rank, to=f"compress {spec.compress or 'none'}")
+    if spec.compress in (None, "none"):
+        return spec
+    if spec.precision == "bf16":
+        raise SpecError("compress_of_bf16", "compress", spec.compress, suggest=["none"])
+    if spec.compress == "powersgd" and spec.bucket_mb not in (None, ONE_BUCKET_MB):
+        raise SpecError("one_bucket", "bucket_mb", spec.bucket_mb)
+    if spec.compress == "powersgd" and spec.sync_every_microstep:
+        raise SpecError("exclusive", "sync_every_microstep", True, other="compress powersgd")
+    return spec
+
+
 def check_batch(spec: Spec, num_train: int) -> None:
+    """Rules about the batch as a whole; how a rank's part of it is cut into micro-steps comes last."""
     if spec.global_batch > num_train:
         step = math.lcm(spec.devices if spec.mode in DATA_MODES else 1, spec.microbatches or 1)
         good = [num_train // step * step] if num_train >= step else []
@@ -215,3 +238,7 @@ def check_batch(spec: Spec, num_train: int) -> None:
         below = spec.global_batch // spec.devices * spec.devices
         good = [b for b in (below, below + spec.devices) if 0 < b <= num_train]
         raise SpecError("batch_by_devices", "global_batch", spec.global_batch, suggest=good, devices=spec.devices)
+    local = spec.global_batch // (spec.devices if spec.mode in DATA_MODES else 1)
+    if local % (spec.accumulate or 1):
+        good = nearest([d for d in range(1, local + 1) if local % d == 0], spec.accumulate)
+        raise SpecError("batch_by_microsteps", "accumulate", spec.accumulate, suggest=good, batch=local)

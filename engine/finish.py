@@ -59,6 +59,7 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
         "losses": [_mean(rows[s]["loss"] for rows in steps) for s in range(done)],
         "local_losses": local_losses(steps, done),
         "repeated_orders": repeated_orders(steps),
+        "grad_norms": [steps[0][s].get("grad_norm") for s in range(done)] if job.spec.clip is not None else None,
         "validation_accuracy": read_json(validation)["accuracy"] if validation.exists() else None,
         "parity": _parity(folder, job, state, done),
         "conformance": conformance,
@@ -162,7 +163,7 @@ def _parity(folder: Path, job: Job, state: str, done: int) -> dict[str, Any]:
     path = folder / "parity.json"
     if path.exists():
         return read_json(path)
-    asked = min(job.spec.parity_steps, job.steps)
+    asked = job.parity_steps
     reason = "parity-steps is 0" if not asked else f"the run {state} after {done} steps; parity needs {asked}"
     keys = ("loss_max_abs_diff", "grad_max_rel_diff", "param_max_abs_diff", "tolerance")
     return {"ok": None, **dict.fromkeys(keys), "reason": reason, "steps": 0}

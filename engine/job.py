@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from engine import datasets, schedules
-from engine.checks import check_batch, check_fault, check_mode, nearest, pipelines
+from engine.checks import check_batch, check_compression, check_fault, check_mode, nearest, pipelines
 from engine.faults import parse_fault
 from engine.plan import AXES
 from engine.rules import SpecError
@@ -24,8 +24,11 @@ from engine.settings import (
     MODE_SETTINGS,
     MODEL_DATASETS,
     MODEL_DEFAULTS,
+    ONE_BUCKET_MB,
     ONE_PROCESS_MODES,
     PLANNED_ONLY,
+    POWERSGD_RANK,
+    REASONS,
     REDUCE_SCATTER_MODES,
     STAGE_MODES,
     TENSOR_MODES,
@@ -35,6 +38,9 @@ from engine.settings import (
 )
 from engine.shapes import Layer, model_layers
 from engine.spec import MAX_HEADS, MAX_REAL_DEVICES, Spec
+
+POWERSGD_STEPS = 5  # two that it leaves alone, one to begin with, and two that build on what was left out before
+MAX_PARITY_STEPS = 64  # unless more are asked for: every rank keeps its gradients of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,31 @@ class Job:
         }  # fmt: skip
 
     @property
+    def microsteps(self) -> int:
+        """Passes through the model, each with its own part of the local batch, before one optimizer step."""
+        return self.spec.accumulate or 1
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples that one device sees in a micro-step."""
+        return self.local_batch // self.microsteps
+
+    @property
+    def item(self) -> int:
+        """Bytes of a number: of weights, gradients and activations."""
+        return self.layers[0].item
+
+    @property
+    def parity_steps(self) -> int:
+        """First steps that are compared. What a mode does only now and then is among them."""
+        asked = self.spec.parity_steps
+        if asked and self.spec.sync_every and self.spec.sync_every < MAX_PARITY_STEPS:
+            asked = max(asked, self.spec.sync_every + 1)
+        if asked and self.spec.compress == "powersgd":
+            asked = max(asked, POWERSGD_STEPS)
+        return min(asked, self.steps)
+
+    @property
     def processes(self) -> int:
         """Worker processes of a real run: nn.DataParallel drives all its devices from one."""
         return 1 if self.spec.mode in ONE_PROCESS_MODES else self.spec.devices
@@ -100,11 +131,13 @@ def prepare(spec: Spec) -> Job:
     _check_applies(spec)
     defaults = {k: v for k, v in MODEL_DEFAULTS[spec.model].items() if getattr(spec, k) is None}
     defaults |= {k: v for k, v in MODE_SETTINGS[spec.mode].items() if getattr(spec, k) is None and v is not None}
+    if spec.compress == "powersgd":
+        defaults |= {"bucket_mb": ONE_BUCKET_MB, "compress_rank": spec.compress_rank or POWERSGD_RANK}
     if spec.lr is None:
         defaults["lr"] = LEARNING_RATES[spec.optimizer]
     if spec.dataset is None:
         defaults["dataset"] = MODEL_DATASETS[spec.model][0]
-    spec = spec.with_(**defaults)
+    spec = check_compression(spec).with_(**defaults)
     if spec.dataset not in MODEL_DATASETS[spec.model]:
         raise SpecError(
             "dataset_of_model", "dataset", spec.dataset, suggest=MODEL_DATASETS[spec.model], model=spec.model
@@ -127,7 +160,7 @@ def prepare(spec: Spec) -> Job:
     fault = parse_fault(spec.fault)
     if fault:
         check_fault(spec, fault, steps)
-    sample_bytes = 2 * 8 * spec.context if spec.model in TOKEN_MODELS else 4 * 28 * 28 + 8
+    sample_bytes = 2 * 8 * spec.context if spec.model in TOKEN_MODELS else layers[0].item * 28 * 28 + 8
     return Job(spec, layers, sample_bytes, num_train, num_validation, steps, batches)
 
 
@@ -185,6 +218,8 @@ def _check_applies(spec: Spec) -> None:
         for name in dict.fromkeys([*also, *(n for s in settings.values() for n in s)]):
             if name not in settings[of] and getattr(spec, name) is not None:
                 word = "model" if settings is MODEL_DEFAULTS else "mode"
+                if name in REASONS and of in REASONS[name]:
+                    raise SpecError("option_of_mode", name, getattr(spec, name), mode=of, reason=REASONS[name][of])
                 raise SpecError("does_not_apply", name, getattr(spec, name), to=f"the {word} {of}")
 
 

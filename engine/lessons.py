@@ -18,9 +18,10 @@ class Step:
     """One step of a lesson: its name, a sentence, and which ops it happens in.
 
     Ops of `kinds`; of those that communicate, only the ones that move `payload` (one or several) on `axis`, and only
-    those whose part computes a `before` pass next: so a gather for forward is told from one for backward. A step
-    without kinds happened earlier: it is seen in what the devices hold at the start, or with `payload="batch"` in the
-    parts of the batch that wait before them.
+    those whose part computes a `before` pass next: so a gather for forward is told from one for backward. Of all of
+    them, only those whose part has a name that ends with `part` (one or several). A step without kinds happened
+    earlier: it is seen in what the devices hold at the start, or with `payload="batch"` in the parts of the batch that
+    wait before them.
     """
 
     title: str
@@ -29,6 +30,7 @@ class Step:
     payload: str | tuple[str, ...] = ()
     axis: str = ""
     before: str = ""
+    part: str | tuple[str, ...] = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.payload, str):
@@ -47,7 +49,11 @@ class Step:
             op = ops[i]
             if op.kind in COMPUTE:
                 following[op.part] = "backward" if op.kind in BACKWARD else op.kind
-            if op.kind in self.kinds and (op.kind in COMPUTE or self._moves(op, following)):
+            if (
+                op.kind in self.kinds
+                and op.part.endswith(self.part)
+                and (op.kind in COMPUTE or self._moves(op, following))
+            ):
                 found.append(i)
         return found[::-1]
 

@@ -57,4 +57,4 @@ class Prediction:
 def predict(spec: Spec) -> Prediction:
     """Raises SpecError for a wrong setting."""
     job = prepare(spec)
-    return Prediction(job, simulate(modes.plan(job), machine(job.spec.machine)))
+    return Prediction(job, simulate(modes.plan(job), machine(job.spec.machine).at(job.spec.precision)))

@@ -57,6 +57,15 @@ RULES = {
     "batch_by_microbatches": "microbatches must divide global-batch ({batch}); it is {value}.",
     "batch_of_schedule": "global-batch must be cut into equal microbatches, as many as the schedule {schedule} can run "
     "on {devices} devices; it is {value}, and no number of them will do.",
+    "batch_by_microsteps": "accumulate must divide the {batch} samples of a device in a step; it is {value}.",
+    "compress_of_bf16": "Gradients in bf16 are two bytes a number as they are, and PyTorch cannot factor them; with "
+    "precision bf16 compress must be none, and is {value}.",
+    "one_bucket": "PowerSGD sends its factors bucket by bucket in no fixed order, so all gradients are in one bucket; "
+    "leave {setting} out, which is {value}.",
+    "nothing_to_recompute": "Beside its matrix products the model {model} keeps nothing that is worth computing again; "
+    "recompute is {value}.",
+    "option_of_model": "With the model {model} {setting} cannot be {value}: {reason}.",
+    "option_of_mode": "{setting} does not apply to the mode {mode}: {reason}. It is {value}; leave it out.",
     "too_many_stages": "Each of the {stages} stages needs at least one layer, and {model} has {layers}; "
     "{setting} is {value}.",
     "old_torch": "A real run needs torch {floor} or newer; this is {value}. It can still be simulated.",

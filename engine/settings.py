@@ -27,6 +27,7 @@ MODE_SETTINGS = {
     "zero2": {},
     "fsdp": {},
     "hsdp": {"dp": None, "fsdp": None},
+    "local_sgd": {"sync_every": 4},
     "layer_split": {"split": None},
     "pipeline": {"microbatches": None, "schedule": "1f1b", "receives": "late", "split": None, "stages_per_rank": None},
     "tensor": {},
@@ -34,9 +35,61 @@ MODE_SETTINGS = {
     "context": {"attention": "ring", "balance": None, "bucket_mb": 25.0},
     "expert": {"bucket_mb": 25.0},
 }
+# Options of the training itself: the default, and the modes that have them.
+REPLICA_MODES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")  # each rank runs whole passes, and gradients are reduced
+OPTIONS = {
+    "accumulate": (1, ("single", *REPLICA_MODES, "local_sgd")),
+    "sync_every_microstep": (False, REPLICA_MODES),
+    "compress": ("none", ("ddp",)),
+    "compress_rank": (None, ("ddp",)),  # of powersgd alone
+    "recompute": ("none", ("single", *REPLICA_MODES, "local_sgd", "layer_split")),
+    "precision": ("fp32", tuple(mode for mode in MODE_SETTINGS if mode not in ("context", "expert"))),
+    "clip": (None, tuple(mode for mode in MODE_SETTINGS if mode != "expert")),
+}
+for _option, (_default, _modes) in OPTIONS.items():
+    for _mode in _modes:
+        MODE_SETTINGS[_mode][_option] = _default
+# Why a mode has not got an option that one might look for there.
+_OWN_MICROBATCHES = "a pipeline adds up the gradients of its microbatches as it is"
+_WHOLE_BATCH = "all of its devices work on the same samples, and nothing is saved by cutting them"
+_ROUTED = "where tokens go is decided in each pass, and is planned for one pass a step"
+_IN_FP32 = "what its devices exchange inside of a layer is in fp32"
+_SCATTERED = "it scatters the batch anew in every pass"
+REASONS = {
+    "accumulate": {
+        "pipeline": _OWN_MICROBATCHES,
+        "layer_split": _WHOLE_BATCH,
+        "tensor": _WHOLE_BATCH,
+        "sequence": _WHOLE_BATCH,
+        "context": _WHOLE_BATCH,
+        "expert": _ROUTED,
+        "data_parallel": _SCATTERED,
+    },
+    "recompute": {
+        "data_parallel": "its replicas are made anew in every pass",
+        "pipeline": "PyTorch's stages split a backward in ways that a recomputation does not go through",
+        "tensor": "a layer would repeat its collectives, which are not planned",
+        "sequence": "a layer would repeat its collectives, which are not planned",
+        "context": "a layer would repeat its collectives, which are not planned",
+        "expert": "a layer would repeat its collectives, which are not planned",
+    },
+    "precision": {"context": _IN_FP32, "expert": _IN_FP32},
+    "clip": {"expert": "an expert's gradients are on one rank, all others on each: no one sum counts each once"},
+    "sync_every_microstep": {
+        "single": "one device has nobody to reduce gradients with",
+        "local_sgd": "no gradients are reduced",
+    },
+}
+# Values that a model does not take, and why.
+MODEL_REASONS = {
+    ("moe", "precision", "bf16"): "rounding alone would send tokens to other experts than on one device",
+    ("moe", "recompute", "full"): "its routers would count tokens again",
+    ("moe", "recompute", "selective"): "its routers would count tokens again",
+}
 # A mode that is not named takes every model.
 MODE_MODELS = {"tensor": ("cnn", "mlp", "gpt"), "sequence": ("gpt",), "context": ("gpt",), "expert": ("moe",)}
-DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "expert")  # split the batch over devices
+# These split the batch over devices.
+DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "local_sgd", "expert")
 # A mode is a name for a mesh: of one axis, or of those whose degrees are settings.
 MODE_AXIS = {
     "single": "dp",
@@ -45,6 +98,7 @@ MODE_AXIS = {
     "zero1": "dp",
     "zero2": "fsdp",
     "fsdp": "fsdp",
+    "local_sgd": "dp",
     "layer_split": "pp",
     "pipeline": "pp",
     "tensor": "tp",
@@ -63,6 +117,8 @@ MAX_RING = 64  # ranks: every one takes as many turns, in every layer
 SEVERAL_STAGES = 2  # on a device, where the schedule leaves it open
 LEARNING_RATES = {"sgd": 0.05, "adamw": 0.002}
 DEFAULT_STEPS = 20
+POWERSGD_RANK = 2
+ONE_BUCKET_MB = 65_536.0  # no model's gradients fill it
 
 
 def applies(setting: str, mode: str, model: str) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 from engine.spec import Spec
 
 FP32 = 4  # bytes
+ITEM_BYTES = {"fp32": FP32, "bf16": 2}  # of a number, by the name of its precision
 # A model's vocabulary is rounded up to a multiple of this, so that tensor parallelism can cut it: a text has as many
 # distinct characters as it has. Tokens that no text has are never a target.
 VOCABULARY_MULTIPLE = 48
@@ -31,34 +32,43 @@ class Layer:
     flops: int  # forward, one sample
     output: tuple[int, ...]  # shape
     saved: int  # bytes kept from the forward pass for the backward pass
+    item: int = FP32  # bytes of a number
+    inputs: int = 0  # bytes of its input, which it keeps even where all else is computed again
+    products: int = 0  # bytes of its input and the results of its matrix products, where those are less than `saved`
+    last_flops: int = 0  # of a product at its end, of which backward does not need the result
+
+    @property
+    def num_params(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.params)
 
     @property
     def param_bytes(self) -> int:
-        return FP32 * sum(math.prod(shape) for _, shape in self.params)
+        return self.item * self.num_params
 
     @property
     def output_bytes(self) -> int:
-        return FP32 * math.prod(self.output)
+        return self.item * math.prod(self.output)
 
 
 def model_layers(spec: Spec, vocabulary: int) -> tuple[Layer, ...]:
     """The chain of `spec.model`, for a resolved spec. `vocabulary`: number of classes or of distinct tokens."""
+    item = ITEM_BYTES[spec.precision or "fp32"]
     if spec.model == "cnn":
-        return _cnn(vocabulary)
+        return _cnn(vocabulary, item)
     if spec.model == "mlp":
-        return _mlp(spec.layers, spec.hidden, vocabulary)
+        return _mlp(spec.layers, spec.hidden, vocabulary, item)
     tokens = math.ceil(vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     if spec.model == "moe":
         return _moe(spec, tokens)
-    return _gpt(spec.layers, spec.hidden, spec.heads, spec.context, tokens)
+    return _gpt(spec.layers, spec.hidden, spec.heads, spec.context, tokens, item)
 
 
-def _conv(name: str, inputs: int, outputs: int, side: int) -> Layer:
+def _conv(name: str, inputs: int, outputs: int, side: int, item: int) -> Layer:
     """A 5x5 convolution without padding, ReLU and a 2x2 max pool, on a side x side image."""
     after = side - 4
     pooled = after // 2
     saved = (
-        FP32 * (inputs * side**2 + outputs * after**2) + 8 * outputs * pooled**2
+        item * (inputs * side**2 + outputs * after**2) + 8 * outputs * pooled**2
     )  # input, ReLU's output, pool indices
     return Layer(
         name,
@@ -66,34 +76,40 @@ def _conv(name: str, inputs: int, outputs: int, side: int) -> Layer:
         2 * 25 * inputs * outputs * after**2,
         (outputs, pooled, pooled),
         saved,
+        item,
+        inputs=item * inputs * side**2,
+        products=item * (inputs * side**2 + outputs * after**2),
     )
 
 
-def _linear(name: str, inputs: int, outputs: int, *, relu: bool) -> Layer:
+def _linear(name: str, inputs: int, outputs: int, item: int, *, relu: bool) -> Layer:
     params = (("weight", (outputs, inputs)), ("bias", (outputs,)))
-    return Layer(name, params, 2 * inputs * outputs, (outputs,), FP32 * (inputs + outputs * relu))
+    saved = item * (inputs + outputs * relu)
+    return Layer(name, params, 2 * inputs * outputs, (outputs,), saved, item, inputs=item * inputs)
 
 
-def _cnn(classes: int) -> tuple[Layer, ...]:
+def _cnn(classes: int, item: int) -> tuple[Layer, ...]:
     """LeNet's shape (LeCun et al. 1998) in the widths of the Caffe example: 20, 50, 500."""
     return (
-        _conv("conv1", 1, 20, 28),
-        _conv("conv2", 20, 50, 12),
-        _linear("fc1", 800, 500, relu=True),
-        _linear("fc2", 500, classes, relu=False),
+        _conv("conv1", 1, 20, 28, item),
+        _conv("conv2", 20, 50, 12, item),
+        _linear("fc1", 800, 500, item, relu=True),
+        _linear("fc2", 500, classes, item, relu=False),
     )
 
 
-def _mlp(layers: int, hidden: int, classes: int) -> tuple[Layer, ...]:
+def _mlp(layers: int, hidden: int, classes: int, item: int) -> tuple[Layer, ...]:
     widths = [784] + [hidden] * layers
-    hidden_layers = [_linear(f"fc{i + 1}", a, b, relu=True) for i, (a, b) in enumerate(itertools.pairwise(widths))]
-    return (*hidden_layers, _linear("out", hidden, classes, relu=False))
+    sizes = enumerate(itertools.pairwise(widths), start=1)
+    hidden_layers = [_linear(f"fc{i}", a, b, item, relu=True) for i, (a, b) in sizes]
+    return (*hidden_layers, _linear("out", hidden, classes, item, relu=False))
 
 
-def _gpt(layers: int, hidden: int, heads: int, context: int, vocabulary: int) -> tuple[Layer, ...]:
+def _gpt(layers: int, hidden: int, heads: int, context: int, vocabulary: int, item: int) -> tuple[Layer, ...]:
     """A pre-norm decoder (Radford et al. 2019) with RMSNorm, no biases, learned positions, an untied head."""
     h, c = hidden, context
-    embed = Layer("embed", (("token.weight", (vocabulary, h)), ("position.weight", (c, h))), 0, (c, h), 8 * c)
+    embed_params = (("token.weight", (vocabulary, h)), ("position.weight", (c, h)))
+    embed = Layer("embed", embed_params, 0, (c, h), 8 * c, item, inputs=8 * c)
     block_params = (
         ("norm1.weight", (h,)),
         ("qkv.weight", (3 * h, h)),
@@ -105,10 +121,15 @@ def _gpt(layers: int, hidden: int, heads: int, context: int, vocabulary: int) ->
     matmuls = 2 * c * (3 * h * h + h * h + 8 * h * h)
     attention = 2 * 2 * c * c * h  # scores and weighted sum, the full square
     # Kept: two norms' inputs and outputs, q k v, attention's output, up's output and GELU's, log-sum-exp a head.
-    saved = FP32 * c * (4 * h + 3 * h + h + 8 * h + heads)
-    blocks = tuple(Layer(f"block{i + 1}", block_params, matmuls + attention, (c, h), saved) for i in range(layers))
+    saved = item * c * (4 * h + 3 * h + h + 8 * h) + FP32 * c * heads
+    block = (block_params, matmuls + attention, (c, h), saved, item)
+    # The input, q k v, attention's output and log-sum-exps, and those of proj, up and down.
+    again = {"inputs": item * c * h, "products": item * c * (h + 3 * h + h + h + 4 * h + h) + FP32 * c * heads}
+    again["last_flops"] = 2 * c * 4 * h * h
+    blocks = tuple(Layer(f"block{i + 1}", *block, **again) for i in range(layers))
     head_params = (("norm.weight", (h,)), ("linear.weight", (vocabulary, h)))
-    head = Layer("head", head_params, 2 * c * h * vocabulary, (c, vocabulary), FP32 * c * 2 * h)
+    flops, saved, again = 2 * c * h * vocabulary, item * c * 2 * h, {"inputs": item * c * h}
+    head = Layer("head", head_params, flops, (c, vocabulary), saved, item, **again, last_flops=flops)
     return (embed, *blocks, head)
 
 
@@ -116,7 +137,7 @@ def _moe(spec: Spec, vocabulary: int) -> tuple[Layer, ...]:
     """The gpt with a mixture of experts for each block's MLP (Fedus et al. 2021, arXiv:2101.03961): a router gives
     every token to `top_k` of the experts, and none is dropped."""
     h, c, k = spec.hidden, spec.context, spec.top_k
-    embed, *blocks, head = _gpt(spec.layers, h, spec.heads, c, vocabulary)
+    embed, *blocks, head = _gpt(spec.layers, h, spec.heads, c, vocabulary, FP32)
     (*kept, (_, up), (_, down)), experts = blocks[0].params, range(spec.experts)
     params = [*kept, ("router.weight", (spec.experts, h))]
     params += [(f"experts.{e}.{name}.weight", shape) for e in experts for name, shape in (("up", up), ("down", down))]

@@ -242,13 +242,14 @@ def peaks_of(ops: Ops, standing: int) -> tuple[int, int]:
 
     forward, freeing = nodes("forward"), nodes("backward", "backward_weight")
     backward = nodes("backward", "backward_input", "backward_weight")
-    saved = np.array([op.saved for op in ops.templates], dtype=np.int64)[ops.which[forward]]
+    making = nodes("forward", "recompute")
+    saved = np.array([op.saved for op in ops.templates], dtype=np.int64)[ops.which[making]]
     part = keys([(op.stage, op.part) for op in ops.templates])
     held_by = np.zeros(part.max(initial=0) + 1, dtype=np.int64)
-    held_by[part[forward]] = saved
+    np.add.at(held_by, part[making], saved)
     freeing = freeing[_is_first(part[freeing])]
     held = np.zeros(len(ops), dtype=np.int64)
-    held[forward] = saved
+    held[making] = saved
     held[freeing] = -held_by[part[freeing]]
     chunk = keys([op.stage for op in ops.templates])
     started, done = forward[_is_first(chunk[forward])], backward[::-1][_is_first(chunk[backward[::-1]])]

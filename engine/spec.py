@@ -33,6 +33,7 @@ MODES = (
     "zero2",
     "fsdp",
     "hsdp",
+    "local_sgd",
     "layer_split",
     "pipeline",
     "tensor",
@@ -44,6 +45,9 @@ MODELS = ("cnn", "mlp", "gpt", "moe")
 DATASETS = ("digits", "text", "synthetic")
 SCHEDULES = tuple(schedules.TABLE)
 RECEIVES = ("late", "early")
+PRECISIONS = ("fp32", "bf16")
+RECOMPUTE = ("none", "selective", "full")
+COMPRESS = ("none", "fp16", "powersgd")
 ATTENTIONS = ("ring", "all_gather", "ulysses")
 BALANCES = ("head_tail", "none")
 OPTIMIZERS = ("sgd", "adamw")
@@ -100,7 +104,25 @@ class Spec:
         "how a sequence is dealt out: an early and a late chunk each, or one run of tokens (context)",
         choices=BALANCES,
     )
+    accumulate: int | None = _setting(None, "micro-steps whose gradients make one optimizer step", low=1, high=1024)
+    sync_every_microstep: bool | None = _setting(
+        None, "reduce gradients after every micro-step, instead of once in a step (no_sync)"
+    )
     bucket_mb: float | None = _setting(None, "size of DDP's gradient buckets, in MiB", low=1e-6, high=65_536)
+    sync_every: int | None = _setting(
+        None, "steps that each rank takes alone before parameters are averaged (local_sgd)", low=1, high=1_000_000
+    )
+    compress: str | None = _setting(None, "how gradients are made smaller before they are sent (ddp)", choices=COMPRESS)
+    compress_rank: int | None = _setting(None, "columns of a matrix's factors (powersgd)", low=1, high=1024)
+    precision: str | None = _setting(
+        None, "numbers of weights, gradients, activations and optimizer state", choices=PRECISIONS
+    )
+    recompute: str | None = _setting(
+        None, "activations computed again in backward instead of kept: none, what is cheap, all", choices=RECOMPUTE
+    )
+    clip: float | None = _setting(
+        None, "largest norm of all gradients together; larger ones are scaled", low=1e-6, high=1e6
+    )
     optimizer: str = _setting("sgd", "the optimizer; sgd has momentum 0.9", choices=OPTIMIZERS)
     lr: float | None = _setting(None, "learning rate", low=0.0, high=1e3)
     seed: int = _setting(0, "seed of weights, data order and synthetic data", low=0, high=2**31 - 1)

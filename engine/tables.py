@@ -161,11 +161,15 @@ def _verdict(ok: bool | None) -> str:
 
 
 def _parity(parity: dict[str, Any]) -> str:
+    if exact := parity.get("exact"):
+        distance = f"loss {parity['loss_max_abs_diff']:.1e}, parameters {parity['param_max_abs_diff']:.1e}"
+        told = f": {parity['reason']}" if parity["ok"] is None else ""
+        return f"{told} ({distance} apart); as designed: {_verdict(exact['ok'])}{_parity(exact)}"
     if parity["ok"] is None:
         return f": {parity['reason']}"
     allowed = parity["tolerance"]
     parts = []
-    for name in ("loss_max_abs_diff", "grad_max_rel_diff", "param_max_abs_diff"):
+    for name in allowed:
         value = "not finite" if parity[name] is None else f"{parity[name]:.1e}"
         parts.append(f"{name.split('_')[0]} {value} <= {allowed[name]:.0e}")
     reason = f"; {parity['reason']}" if parity["reason"] else ""

@@ -34,6 +34,7 @@ def _unit_seconds(ops: tuple[Op, ...], backward: float) -> list[float]:
     for (kind, _, _), members in passes.items():
         total = sum(ops[i].flops for i in members)
         for i in members:
-            share = ops[i].flops / total if total else 1 / len(members)
+            # What is recomputed without any product is nothing beside a pass.
+            share = ops[i].flops / total if total else 0.0 if kind == "recompute" else 1 / len(members)
             seconds[i] = units[kind] * share
     return seconds

@@ -13,9 +13,9 @@ from engine.rules import SpecError, closest
 class Machine:
     """Rates are per second, sizes in bytes, times in seconds.
 
-    `flop_rate` is what a matmul achieves, not the peak. `cores`: where ranks are processes that share cores, how many
-    there are; 0 where every rank has a device of its own. `unit`: forget the rates: a stage's forward takes 1 s, its
-    backward `unit_backward`, everything else nothing.
+    `flop_rate` is what a matmul in fp32 achieves, not the peak; in bf16 it is `bf16_gain` times that. `cores`: where
+    ranks are processes that share cores, how many there are; 0 where every rank has a device of its own. `unit`: forget
+    the rates: a stage's forward takes 1 s, its backward `unit_backward`, everything else nothing.
     """
 
     name: str
@@ -24,9 +24,14 @@ class Machine:
     op_overhead: float
     link_latency: float
     link_rate: float
+    bf16_gain: float = 1.0
     cores: int = 0
     unit: bool = False
     unit_backward: float = 2.0
+
+    def at(self, precision: str | None) -> Machine:
+        """The same machine, computing in this precision."""
+        return replace(self, flop_rate=self.flop_rate * self.bf16_gain) if precision == "bf16" else self
 
     def threads(self, ranks: int) -> int:
         """Cores that each of `ranks` ranks computes on when they are shared out; 1 where there are not enough."""
@@ -35,7 +40,7 @@ class Machine:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name in ("flop_rate", "memory_rate", "link_rate") and not value > 0:
+            if f.name in ("flop_rate", "memory_rate", "link_rate", "bf16_gain") and not value > 0:
                 raise ValueError(f"{f.name} must be greater than 0; it is {value}")
             if f.name in ("op_overhead", "link_latency", "cores") and not 0 <= value < math.inf:
                 raise ValueError(f"{f.name} must be 0 or more, and finite; it is {value}")
@@ -65,13 +70,10 @@ def _catalogue() -> dict[str, Machine]:
     )
     # NVIDIA A100 and H100 SXM data sheets: TF32 peak 156 and 495 TFLOP/s, of which a good matmul reaches about 60 %
     # (Narayanan et al. 2021, arXiv:2104.04473, table 1, reports 44 to 52 % of peak for whole steps); memory 2.0 and
-    # 3.35 TB/s; NVLink 300 and 450 GB/s in one direction.
-    a100 = Machine(
-        name="a100", flop_rate=94e12, memory_rate=1.7e12, op_overhead=5e-6, link_latency=5e-6, link_rate=240e9
-    )
-    h100 = Machine(
-        name="h100", flop_rate=297e12, memory_rate=2.8e12, op_overhead=4e-6, link_latency=5e-6, link_rate=360e9
-    )
+    # 3.35 TB/s; bf16 twice the rate of TF32; NVLink 300 and 450 GB/s in one direction.
+    on_gpus = {"link_latency": 5e-6, "bf16_gain": 2.0}
+    a100 = Machine(name="a100", flop_rate=94e12, memory_rate=1.7e12, op_overhead=5e-6, link_rate=240e9, **on_gpus)
+    h100 = Machine(name="h100", flop_rate=297e12, memory_rate=2.8e12, op_overhead=4e-6, link_rate=360e9, **on_gpus)
     return {m.name: m for m in (local, a100, h100, unit, slots)}
 
 

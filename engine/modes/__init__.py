@@ -25,9 +25,18 @@ def lesson(mode: str) -> Lesson:
     return import_module(f"engine.modes.{mode}").LESSON
 
 
-def plan(job: Job, step: int = FIRST_STEADY_STEP) -> Plan:
-    """What every rank does in optimizer step `step` (from 0)."""
-    return import_module(f"engine.modes.{job.spec.mode}.plan").plan(job, min(step, FIRST_STEADY_STEP))
+def plan(job: Job, step: int | None = None) -> Plan:
+    """What every rank does in optimizer step `step` (from 0); in the last of a period, if none is given.
+
+    A mode whose steps are not all alike, once steady, gives `period(job)`: after so many they are as they were.
+    """
+    module = import_module(f"engine.modes.{job.spec.mode}.plan")
+    period = module.period(job) if hasattr(module, "period") else 1
+    if step is None:
+        step = -(-(FIRST_STEADY_STEP + 1) // period) * period - 1
+    if step > FIRST_STEADY_STEP:
+        step = FIRST_STEADY_STEP + (step - FIRST_STEADY_STEP) % period
+    return module.plan(job, step)
 
 
 def run(mode: str) -> ModuleType:

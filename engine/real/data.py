@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
 import torch
 from torch.utils.data import DistributedSampler
 
@@ -15,7 +16,15 @@ from engine import datasets
 from engine.faults import parse_fault
 from engine.job import Job
 from engine.real import faults
+from engine.real.models import dtype_of
 from engine.settings import TOKEN_MODELS
+from engine.spec import Spec
+
+
+def _given(inputs: np.ndarray, spec: Spec) -> torch.Tensor:
+    """Images in the precision of the model; tokens as they are."""
+    tensor = torch.from_numpy(inputs)
+    return tensor.to(dtype_of(spec)) if tensor.is_floating_point() else tensor
 
 
 class Batches:
@@ -25,19 +34,22 @@ class Batches:
         spec = job.spec
         kind = "token" if spec.model in TOKEN_MODELS else "image"
         data = datasets.load(spec.dataset, kind=kind, data_dir=spec.data_dir, context=spec.context, seed=spec.seed)
-        self.x, self.y = torch.from_numpy(data.train_x), torch.from_numpy(data.train_y)
-        self.validation = torch.from_numpy(data.validation_x), torch.from_numpy(data.validation_y)
+        self.x, self.y = _given(data.train_x, spec), torch.from_numpy(data.train_y)
+        self.validation = _given(data.validation_x, spec), torch.from_numpy(data.validation_y)
         self.size, self.per_epoch, self.device = spec.global_batch // replicas, job.batches_per_epoch, device
         self.sampler = DistributedSampler(range(len(self.x)), replicas, replica, seed=spec.seed, drop_last=True)
         self.epoch, self.order = -1, torch.empty(0, dtype=torch.long)
         self.forgets = faults.of_rank(parse_fault(spec.fault), replica) == "order"
 
-    def __call__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, step: int, piece: int = 0, pieces: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """The batch of a step, or one of the equal pieces that it is cut into."""
         epoch, batch = divmod(step, self.per_epoch)
         if epoch != self.epoch:
             if not self.forgets:
                 self.sampler.set_epoch(epoch)
             self.epoch, self.order = epoch, torch.tensor(list(self.sampler))
             self.fingerprint = hashlib.sha256(self.order.numpy().tobytes()).hexdigest()[:12]
-        chosen = self.order[batch * self.size : (batch + 1) * self.size]
+        size = self.size // pieces
+        first = batch * self.size + piece * size
+        chosen = self.order[first : first + size]
         return self.x[chosen].to(self.device), self.y[chosen].to(self.device)

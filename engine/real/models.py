@@ -252,7 +252,12 @@ def build(job: Job) -> Chain:
     torch.manual_seed(job.spec.seed)
     spec, last = job.spec, job.layers[-1]
     modules = [(layer.name, _module(layer, spec, is_last=layer is last)) for layer in job.layers]
-    return Chain(OrderedDict(modules))
+    return Chain(OrderedDict(modules)).to(dtype_of(spec))
+
+
+def dtype_of(spec: Spec) -> torch.dtype:
+    """Of weights, gradients, optimizer state, and of what goes into the model and through it."""
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[spec.precision or "fp32"]
 
 
 def piece(model: Chain, job: Job, stage: int) -> Chain:
@@ -265,8 +270,8 @@ def piece(model: Chain, job: Job, stage: int) -> Chain:
 
 
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy: [N, classes] with [N], or [N, context, vocabulary] with [N, context] -> scalar."""
-    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+    """Mean cross entropy in fp32: [N, classes] with [N], or [N, context, vocabulary] with [N, context] -> scalar."""
+    return F.cross_entropy(output.flatten(0, -2).float(), target.flatten())
 
 
 def make_optimizer(job: Job, parameters) -> torch.optim.Optimizer:

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
-from torch.autograd.profiler import _disable_profiler, _enable_profiler, _prepare_profiler
+from torch.autograd.profiler import _disable_profiler, _enable_profiler, _prepare_profiler, record_function
 
 from engine.plan import Mesh, Op, lane_of
 from engine.timeline import NONE, Span
 
 # Starting and stopping the profiler takes about 1 ms, so it runs over whole steps for at least this long.
 WINDOW = 0.25  # seconds
+CALLED = "lockstep::calls"  # the mark around collectives that were said to come
 
 # Bytes of an item, by the name that the profiler gives its type.
 ITEM_BYTES = {
@@ -75,6 +76,10 @@ class Recorder:
         self._passes: list[Pass] = []
         self._messages: list[tuple[int, Op]] = []
         self._collectives: list[tuple[int, Op]] = []
+        self._microsteps: list[tuple[int, int, int]] = []  # begin, end (ns), index
+        self.microbatch = NONE  # index of the micro-step that goes on, where a step has several
+        self._expected: list[tuple[int, Op]] = []
+        self._listed = False  # what is called now is in that list
         self._awaited: deque[int] = deque()  # when those that nobody has waited for yet were called (ns)
         self._config = ProfilerConfig(ProfilerState.KINETO, True, False, False, False, False, _ExperimentalConfig())
         self._step = -1
@@ -104,6 +109,17 @@ class Recorder:
         self.recording = False
         if time.monotonic() - self._window_began >= WINDOW:
             self.flush()
+
+    @contextmanager
+    def microstep(self, index: int) -> Iterator[None]:
+        """What is computed and communicated in the body belongs to this of several micro-steps."""
+        begun, self.microbatch = self.now(), index
+        try:
+            yield
+        finally:
+            self.microbatch = NONE
+            if self.recording:
+                self._microsteps.append((begun, self.now(), index))
 
     @contextmanager
     def span(self, kind: str, *, payload: str = "", part: str = "", **where: int) -> Iterator[None]:
@@ -154,9 +170,19 @@ class Recorder:
             where = {"stage": stage, "microbatch": microbatch, "part": part, "axis": axis, "peer": peer}
             self._messages.append((self._step, Op(kind=kind, payload=payload, bytes=size, **where)))
 
+    @contextmanager
+    def calls(self, *ops: Op) -> Iterator[None]:
+        """The body calls these collectives, in this order, and waits for them; none of them is of a layer."""
+        self.doing, self._listed = " ".join(f"{op.kind} {op.part}" for op in ops), True
+        if self.recording:
+            self._expected += [(self._step, op) for op in ops]
+        with record_function(CALLED):
+            yield
+        self._listed = False
+
     def collective(self, kind: str, size: int, *, axis: str, payload: str = "") -> None:
         """A collective is about to be called with a tensor of `size` bytes, for a layer's output or a gradient."""
-        if self.recording:
+        if self.recording and not self._listed:
             payload = payload or ("gradient" if self._passes and self._passes[-1].backward_began else "activation")
             self._collectives.append((self._step, Op(kind=kind, payload=payload, axis=axis, bytes=size)))
             self._awaited.append(self.now())
@@ -176,7 +202,7 @@ class Recorder:
 
     def begin_pass(self, stage: int, rank: int | None) -> Pass:
         """A batch enters a chain of layers."""
-        passed = Pass(self, stage, rank)
+        passed = Pass(self, stage, rank, max(self.microbatch, 0))
         self._passes.append(passed)
         return passed
 
@@ -191,8 +217,10 @@ class Recorder:
             file.writelines(self._line(span) for span in (*self._marks, *self._label(events)))
         self._steps.clear()
         self._marks.clear()
+        self._microsteps.clear()
         self._messages.clear()
         self._collectives.clear()
+        self._expected.clear()
 
     def _line(self, span: Span) -> str:
         """Seconds since the run began: subtracted as integers, since Unix time in ns does not fit a float."""
@@ -204,6 +232,7 @@ class Recorder:
         for step, begin, end in self._steps:
             issued = {k: deque(op for s, op in self._messages if s == step and op.kind == k) for k in ("send", "recv")}
             called = [op for s, op in self._collectives if s == step]
+            expected = deque(op for s, op in self._expected if s == step)
             for event in events:
                 if not begin <= event.start <= end:
                     continue
@@ -215,11 +244,17 @@ class Recorder:
                     key = (_or_none(op.stage), _or_none(op.microbatch), op.part, op.payload)
                     lane, peer = self._link(op)
                     yield Span(self.rank, lane, op.kind, *where, *key, op.axis, peer, event.bytes)
+                    continue
+                if CALLED in event.inside and expected:
+                    op = expected.popleft()
+                    kind, axis, payload, part, size = event.kind, op.axis, op.payload, op.part, event.bytes
                 elif op := _taken(called, event):
-                    yield Span(self.rank, op.axis, op.kind, *where, NONE, NONE, "", op.payload, op.axis, NONE, op.bytes)
+                    kind, axis, payload, part, size = op.kind, op.axis, op.payload, "", op.bytes
                 else:
                     kind, axis, payload, part = self.identify(event)
-                    yield Span(self.rank, axis, kind, *where, NONE, NONE, part, payload, axis, NONE, event.bytes)
+                    size = event.bytes
+                index = next((k for first, last, k in self._microsteps if first <= event.start <= last), NONE)
+                yield Span(self.rank, axis, kind, *where, NONE, index, part, payload, axis, NONE, size)
 
     def _link(self, op: Op) -> tuple[str, int]:
         """The lane of a message, and the rank at its other end; a coordinate is the rank where there is one axis."""
@@ -244,11 +279,12 @@ def _or_none(value: int | None) -> int:
 class Pass:
     """One pass of a batch through a chain of layers and back: moments, turned into spans when the step ends."""
 
-    def __init__(self, recorder: Recorder, stage: int, rank: int | None):
-        self.recorder, self.where = recorder, {"stage": stage, "microbatch": 0, "rank": rank}
+    def __init__(self, recorder: Recorder, stage: int, rank: int | None, microbatch: int):
+        self.recorder, self.where = recorder, {"stage": stage, "microbatch": microbatch, "rank": rank}
         self.forward: dict[str, list[int]] = {}  # layer: begin, end (ns)
         self.gradients: dict[str, int] = {}  # layer, or "input": when the gradient of its output became known
         self.own_ends: dict[str, int] = {}  # layer: when its backward ended, where something else follows it
+        self.recomputed: dict[str, list[int]] = {}  # layer: begin, end (ns)
         self.backward_began = self.backward_ended = 0
         self.waits: list[tuple[int, int]] = []  # from a collective's call to its result (ns), in order
         self.layer = ""
@@ -263,6 +299,7 @@ class Pass:
 
     def begin_backward(self) -> None:
         self.recorder.doing = "backward"
+        self.recomputed: dict[str, list[int]] = {}  # layer: begin, end (ns)
         self.backward_began = self.recorder.now()
 
     def end_backward(self) -> None:
@@ -273,6 +310,13 @@ class Pass:
 
     def end_backward_of(self, layer: str) -> None:
         self.own_ends[layer] = self.recorder.now()
+
+    def begin_recompute(self, layer: str) -> None:
+        self.recorder.doing = f"recompute {layer}"
+        self.recomputed[layer] = [self.recorder.now(), 0]
+
+    def end_recompute(self, layer: str) -> None:
+        self.recomputed[layer][1] = self.recorder.now()
 
     def collect(self) -> None:
         layers = list(self.forward)
@@ -285,6 +329,9 @@ class Pass:
             end = self.gradients.get(before, self.backward_ended)
             if layer in self.own_ends:  # it begins when its gradient is there, and waits before and after are not its
                 start, end = self.gradients[layer], self.own_ends[layer]
+            if layer in self.recomputed:
+                begun, start = self.recomputed[layer]
+                self._mark("recompute", layer, begun, start)
             self._mark("backward", layer, start, end)
             start = end
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from engine.job import Job
@@ -27,7 +29,11 @@ class Place:
 
 
 class Training(Protocol):
-    """One rank's part of a training. Names of parameters are those of the whole model."""
+    """One rank's part of a training. Names of parameters are those of the whole model.
+
+    Where ranks hold different parameters whole, as plain tensors, `norm_groups` names the mesh axes over which they do,
+    each with its process group (None: all ranks).
+    """
 
     optimizer: torch.optim.Optimizer
 
@@ -45,8 +51,9 @@ def update(training: Training, recorder: Recorder) -> None:
 
 
 def mark_updates(optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
-    """Mark what this rank computes in an update: of a ZeroRedundancyOptimizer its own part, not the broadcasts."""
-    own = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    """Mark what this rank computes in an update, without what it sends: of ZeRO-1 its own part."""
+    around = (ZeroRedundancyOptimizer, PostLocalSGDOptimizer)  # these communicate, and have another one inside
+    own = optimizer.optim if isinstance(optimizer, around) else optimizer
     began = 0
 
     def begin(*_) -> None:
@@ -68,12 +75,27 @@ class LocalTraining:
     def __init__(self, job: Job, place: Place, chain: nn.Module, callee: nn.Module, batches, optimizer):
         self.job, self.place, self.chain, self.callee = job, place, chain, callee
         self.batches, self.optimizer = batches, optimizer
+        # A pass inside of reducing(False) keeps its gradients to itself; the next one that reduces adds them in.
+        self.reducing: Callable[[bool], AbstractContextManager] = lambda reduces: nullcontext()
 
     def make_gradients(self, step: int) -> float:
         self.optimizer.zero_grad()
-        with self.place.recorder.span("load", payload="batch"):
-            inputs, targets = self.batches(step)
-        loss = self.chain.loss(self.callee(inputs), targets)
+        count = self.job.microsteps
+        if count == 1:
+            return self._pass(step, 0, count)
+        losses = []
+        for k in range(count):
+            synced = self.job.spec.sync_every_microstep or k == count - 1
+            with self.place.recorder.microstep(k), self.reducing(synced):
+                losses.append(self._pass(step, k, count))
+        return sum(losses)
+
+    def _pass(self, step: int, k: int, count: int) -> float:
+        """Micro-step `k` of `count`: its part of the step's mean loss, and of the gradients."""
+        recorder = self.place.recorder
+        with recorder.span("load", payload="batch", microbatch=recorder.microbatch):
+            inputs, targets = self.batches(step, k, count)
+        loss = self.chain.loss(self.callee(inputs), targets) / count
         self.chain.backward(loss)
         return loss.item()
 

@@ -22,8 +22,10 @@ from engine import modes
 from engine.faults import parse_fault
 from engine.job import Job, prepare
 from engine.real import agree, faults, models
+from engine.real.clip import clip
 from engine.real.data import Batches
 from engine.real.parity import Parity
+from engine.real.recompute import recompute
 from engine.real.recorder import Recorder
 from engine.real.training import Place, Training, mark_updates, update, whole
 from engine.settings import ONE_PROCESS_MODES
@@ -52,6 +54,8 @@ def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") 
             kind = faults.of_rank(fault, rank)
             agree.check(faults.altered(job, kind), place, scale=2.0 if kind == "weights" else 1.0)
         training = modes.run(job.spec.mode).training(job, place)
+        if job.spec.recompute not in (None, "none"):
+            recompute(training.chain, job)
         mark_updates(training.optimizer, recorder)
         parity = Parity(job, place, training)
         with (folder / f"rank{rank}.steps.jsonl").open("a", encoding="utf-8") as steps:
@@ -115,6 +119,8 @@ def _one_step(job: Job, place: Place, training: Training, parity: Parity, step: 
     _check_gradients(training)
     faults.after_gradients(fault, place, training, step)
     parity.keep_gradients(step, loss, routed)
+    norm = None if job.spec.clip is None else clip(training, recorder, job.spec.clip)
+    parity.keep_norm(step, norm)
     update(training, recorder)
     recorder.end_step()
     end = time.time_ns()
@@ -123,6 +129,7 @@ def _one_step(job: Job, place: Place, training: Training, parity: Parity, step: 
         "start": start / 1e9,
         "end": end / 1e9,
         "loss": loss,
+        "grad_norm": norm,
         "samples": job.spec.global_batch,
         "memory": _peak_memory(place.device),
         "resident": _resident_now(),
@@ -172,7 +179,7 @@ def _validate(job: Job, place: Place, training: Training) -> None:
     if place.rank != 0:
         return
     model = models.build(job)
-    model.load_state_dict({name: tensor for piece in pieces for name, tensor in piece.items()})
+    model.load_state_dict(_joined(pieces))
     inputs, targets = Batches(job, 0, 1, torch.device("cpu")).validation
     right = total = 0
     with torch.no_grad():
@@ -181,6 +188,15 @@ def _validate(job: Job, place: Place, training: Training) -> None:
             right, total = right + int((guess == y).sum()), total + y.numel()
     text = json.dumps({"accuracy": right / total if total else None, "count": total})
     (place.run_dir / "validation.json").write_text(text)
+
+
+def _joined(pieces: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The model of which each rank has a piece. Of what several have, the mean: replicas of local SGD differ."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for piece in pieces:
+        for name, tensor in piece.items():
+            found.setdefault(name, []).append(tensor)
+    return {name: torch.stack(alike).mean(0) for name, alike in found.items()}
 
 
 if __name__ == "__main__":

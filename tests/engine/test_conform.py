@@ -38,7 +38,7 @@ def verdict(job: Job, spans: list[Span]) -> dict:
 
 @pytest.mark.parametrize(
     "mode",
-    ["data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "layer_split", "pipeline", "tensor"],
+    ["data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "local_sgd", "layer_split", "pipeline", "tensor"],
 )
 def test_a_run_that_does_what_was_planned_conforms(mode):
     job = job_of(mode)

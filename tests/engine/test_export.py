@@ -150,7 +150,7 @@ def test_an_empty_timeline_is_a_trace_without_spans(world_size):
 
 @pytest.mark.parametrize(
     "mode",
-    ["data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "layer_split", "pipeline", "tensor"],
+    ["data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "local_sgd", "layer_split", "pipeline", "tensor"],
 )
 def test_the_trace_of_every_mode_is_strict_json(mode):
     def refuse(constant):

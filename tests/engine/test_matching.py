@@ -53,7 +53,19 @@ def test_the_kth_receive_takes_the_kth_send_of_its_direction():
 
 @pytest.mark.parametrize(
     "mode",
-    ["single", "data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "layer_split", "pipeline", "tensor"],
+    [
+        "single",
+        "data_parallel",
+        "ddp",
+        "zero1",
+        "zero2",
+        "fsdp",
+        "hsdp",
+        "local_sgd",
+        "layer_split",
+        "pipeline",
+        "tensor",
+    ],
 )
 def test_the_plan_of_every_mode_matches(mode):
     plan = modes.plan(prepare(Spec(mode=mode, devices=1 if mode == "single" else 4)))

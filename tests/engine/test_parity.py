@@ -45,6 +45,18 @@ def test_each_difference_is_red_and_named(changes, named):
     assert named in result["reason"]
 
 
+def test_a_norm_is_held_to_its_own_tolerance():
+    """One rank's own norm for that of two equal shards is off by a factor of the square root of two."""
+    from engine.real.parity import verdict
+
+    allowed = ALLOWED | {"norm_max_rel_diff": 1e-3}
+    report = {"held": ["a"], "losses": [2.0], "grad": 0.0, "param": 0.0}
+    for norm, ok in ((1e-6, True), (1 - 2**-0.5, False), (math.inf, False)):
+        result = verdict([report | {"norm": norm}, report | {"norm": 1e-7}], [2.0], ["a"], 1, allowed)
+        assert result["ok"] is ok
+        assert ok or "norm_max_rel_diff" in result["reason"]
+
+
 def test_tokens_that_went_to_another_expert_are_counted_once():
     from engine.real.parity import strayed
 

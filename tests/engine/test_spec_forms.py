@@ -11,7 +11,7 @@ import pytest
 
 from engine.cost.machine import MACHINES
 from engine.rules import SpecError
-from engine.spec import Spec
+from engine.spec import Spec, type_of
 
 
 @pytest.mark.parametrize(
@@ -141,9 +141,9 @@ def random_spec(draw: random.Random) -> Spec:
             values[field.name] = draw.choice(("data", "a b", "数据/mnist", "x&y=z", "None"))
         elif field.name == "machine":
             values[field.name] = draw.choice(list(MACHINES))
-        elif field.name == "record":
+        elif type_of(field)[0] is bool:
             values[field.name] = draw.random() < 0.5
-        elif field.name in ("lr", "bucket_mb"):
+        elif type_of(field)[0] is float:
             values[field.name] = draw.choice((limits["low"], limits["high"], draw.uniform(0.001, 1.0), 0.1, 1e-5))
         else:
             values[field.name] = draw.choice((limits["low"], limits["high"], limits["low"] + 1))

@@ -177,7 +177,8 @@ def test_a_piece_of_a_layer_lights_up_the_cell_of_the_layer():
     plan, layers, timeline = predicted("tensor", 2, model="gpt")
     payload = moving_picture(picture_info(plan, layers, timeline), EN)
     lit = {payload["strings"][w]: c for w, c in zip(payload["spans"]["words"], payload["spans"]["cell"], strict=True)}
-    assert [lit[f"forward · {part}"] for part in ("embed", "block1.attention", "block1.mlp", "head")] == [0, 1, 1, 5]
+    parts = ("embed.tokens", "block1.attention", "block1.mlp", "head.logits")
+    assert [lit[f"forward · {part}"] for part in parts] == [0, 1, 1, 5]
 
 
 def test_of_a_device_with_several_stages_the_one_that_computes_lights_up():

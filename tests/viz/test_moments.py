@@ -7,6 +7,7 @@ import pytest
 from engine import modes
 from engine.lessons import BACKWARD, FORWARD, PASSES, Step
 from engine.plan import Op
+from engine.settings import MODE_MODELS
 from tests.viz.examples import all_reduce, compute, message, predicted
 from viz.figures.moments import told
 from viz.figures.moving import moving_picture
@@ -21,11 +22,12 @@ CLASSIC = {
               "parameter synchronisation"],
     "pipeline": ["stage split", "data transfer", "pipelined execution", "merging of results"],
 }  # fmt: skip
-SETTINGS = {"single": {"devices": 1}, "sequence": {"model": "gpt"}}
+SETTINGS = {"single": {"devices": 1}}
+MODELS = {mode: models[0] for mode, models in MODE_MODELS.items()}  # of modes that do not take every model
 
 
 def picture(mode: str, language: str = "en", **settings):
-    settings = {"devices": 4} | SETTINGS.get(mode, {}) | settings
+    settings = {"devices": 4, "model": MODELS.get(mode, "cnn")} | SETTINGS.get(mode, {}) | settings
     plan, layers, timeline = predicted(mode, **settings)
     return plan, picture_info(plan, layers, timeline, steps=lesson(language, mode).steps)
 
@@ -53,7 +55,16 @@ def test_every_step_points_at_ops_of_its_plan_and_every_op_is_told(mode: str):
         assert bool(one.moments) == bool(one.step.kinds), one.step.title
 
 
-@pytest.mark.parametrize("mode", ["ddp", "layer_split", "pipeline", "fsdp", "hsdp", "zero1", "tensor"])
+@pytest.mark.parametrize("attention", ["ring", "all_gather", "ulysses"])
+def test_whichever_way_keys_and_values_go_every_op_of_context_parallelism_is_told(attention: str):
+    plan, info = picture("context", attention=attention)
+    assert all(one.moments for one in info.lesson[1:])
+    for ops in (list(program.ops) for program in plan.programs):
+        seen = {i for step in modes.lesson("context").steps for i in step.indices(ops)}
+        assert {op.kind for i, op in enumerate(ops) if i not in seen} <= {"recv"}
+
+
+@pytest.mark.parametrize("mode", ["ddp", "layer_split", "pipeline", "fsdp", "hsdp", "zero1", "tensor", "expert"])
 def test_steps_begin_in_the_order_in_which_they_are_told(mode: str):
     _, info = picture(mode)
     begins = [one.moments[0].start for one in info.lesson if one.moments]
@@ -77,6 +88,8 @@ def test_gathers_of_forward_are_told_from_those_of_backward():
     assert (first.indices(ops), again.indices(ops)) == ([0, 1], [2, 3, 4])
     assert Step("G", "", kinds=("all_gather", "reduce_scatter"), payload="gradient").indices(ops) == [5]
     assert Step("A", "", kinds=("all_gather",), axis="tp").indices(ops) == []
+    assert Step("P", "", kinds=FORWARD, part="a").indices(ops) == [1]
+    assert Step("P", "", kinds=FORWARD, part="b").indices(ops) == []
 
 
 def test_a_pipeline_is_seen_best_when_all_its_stages_work():

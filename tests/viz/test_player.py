@@ -323,7 +323,9 @@ class TestLesson:
         assert [box["x"] - left, box["x"] + box["width"] - left] == pytest.approx(ends, abs=1)
 
     def test_no_step_moves_anything_else(self, show):
-        page = show(payload_of("ddp", 4, "h100", taught=True, language="zh"))
+        payload = payload_of("ddp", 4, "h100", taught=True, language="zh")
+        payload["lesson"][3]["text"] *= 5  # longer than a line
+        page = show(payload)
         places = set()
         for key in "123456":
             page.keyboard.press(key)

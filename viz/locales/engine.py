@@ -38,7 +38,9 @@ def explain(language: str, error: SpecError) -> str:
     if language == DEFAULT:
         return str(error)
     words = _words(language)
-    phrases = {name: phrase(language, error.values[name]) for name in ("wanted", "to") if name in error.values}
+    phrases = {
+        name: phrase(language, error.values[name]) for name in ("wanted", "to", "reason") if name in error.values
+    }
     sentence = words["rules"][error.code].format_map(error.values | phrases)
     return sentence + (words["try"].format(suggest=error.values["suggest"]) if error.suggest else "")
 

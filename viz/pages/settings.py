@@ -24,8 +24,11 @@ ROWS = (
     ("dp", "fsdp"),
     ("tp", "cp"),
     ("pp", "ep"),
+    ("accumulate", "sync_every_microstep"),
+    ("sync_every",),
     ("attention", "balance"),
     ("bucket_mb",),
+    ("compress", "compress_rank"),
     ("stages_per_rank", "split"),
     ("receives",),
     ("model", "dataset"),
@@ -37,6 +40,8 @@ ROWS = (
 )
 MORE = (
     ("optimizer", "device"),
+    ("precision", "recompute"),
+    ("clip",),
     ("epochs", "seed"),
     ("parity_steps", "record"),
     ("data_dir",),

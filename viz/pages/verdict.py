@@ -46,24 +46,46 @@ def _badge(ok: bool | None, text: Catalogue, prefix: str) -> str:
 
 def _parity(result: Mapping[str, Any], text: Catalogue) -> None:
     parity = result["parity"]
+    exact = parity.get("exact")
+    if exact is not None:
+        _parity_by_design(parity, exact, text)
+        return
     if parity["ok"] is None:
         headline = text("parity.none")
         detail = escape(phrase(text.language, parity["reason"] or ""))
     else:
         headline = text("parity.headline", loss=_small(parity["loss_max_abs_diff"]))
-        detail = text(
-            "parity.detail",
-            steps=parity["steps"],
-            loss=_small(parity["loss_max_abs_diff"]),
-            grad=_small(parity["grad_max_rel_diff"]),
-            param=_small(parity["param_max_abs_diff"]),
-            loss_tolerance=_small(parity["tolerance"]["loss_max_abs_diff"]),
-            grad_tolerance=_small(parity["tolerance"]["grad_max_rel_diff"]),
-            param_tolerance=_small(parity["tolerance"]["param_max_abs_diff"]),
-        )
+        detail = _distances(parity, text("parity.one_device"), text)
         if not parity["ok"]:
             detail = f":red[{escape(parity['reason'] or '')}]  \n{detail}"
     _card(text("parity.title"), _badge(parity["ok"], text, "parity"), headline, detail)
+
+
+def _parity_by_design(parity: Mapping[str, Any], exact: Mapping[str, Any], text: Catalogue) -> None:
+    """Neither green nor red for its distance from one device: that is told, and the design is what is held."""
+    headline = text("parity.by_design", loss=_small(parity["loss_max_abs_diff"]))
+    reason = escape(phrase(text.language, parity["reason"] or ""))
+    detail = f"{reason if parity['ok'] is None else f':red[{reason}]'}  \n"
+    detail += f"{_badge(exact['ok'], text, 'parity')} {_distances(exact, text('parity.simulation'), text)}"
+    _card(text("parity.title"), _badge(parity["ok"], text, "parity"), headline, detail)
+
+
+def _distances(parity: Mapping[str, Any], against: str, text: Catalogue) -> str:
+    detail = text(
+        "parity.detail",
+        steps=parity["steps"],
+        against=against,
+        loss=_small(parity["loss_max_abs_diff"]),
+        grad=_small(parity["grad_max_rel_diff"]),
+        param=_small(parity["param_max_abs_diff"]),
+        loss_tolerance=_small(parity["tolerance"]["loss_max_abs_diff"]),
+        grad_tolerance=_small(parity["tolerance"]["grad_max_rel_diff"]),
+        param_tolerance=_small(parity["tolerance"]["param_max_abs_diff"]),
+    )
+    if "norm_max_rel_diff" in parity["tolerance"]:
+        norm, allowed = parity["norm_max_rel_diff"], parity["tolerance"]["norm_max_rel_diff"]
+        detail += text("parity.norm", norm=_small(norm), tolerance=_small(allowed))
+    return detail
 
 
 def _conformance(result: Mapping[str, Any], text: Catalogue) -> None:

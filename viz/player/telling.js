@@ -2,6 +2,7 @@
 // who does what. Read before player.js.
 
 const DWELL = 1.1; // seconds that playing stays at each step which happened before the clock begins
+const MOST = 6; // steps that stand in one row
 const [NOT_EARLIER, HELD, BATCH] = [0, 1, 2]; // what a step that happened earlier is seen in
 
 class Rail {
@@ -16,7 +17,7 @@ class Rail {
     this.list.ariaLabel = text.lesson;
     if (this.lesson.length !== lesson.length) this.chosen = this.shown = -1;
     if (lesson.map((step) => step.title).join() !== this.lesson.map((step) => step.title).join()) {
-      this.list.style.setProperty("--ls-steps", lesson.length);
+      this.list.style.setProperty("--ls-steps", lesson.length <= MOST ? lesson.length : Math.ceil(lesson.length / 2));
       this.list.innerHTML = lesson.map((_, i) => `<li><button type="button" class="ls-step"><span class="ls-no">${i + 1}</span><span class="ls-name"></span></button></li>`).join("");
       this.chips = [...this.list.querySelectorAll("button")];
     }

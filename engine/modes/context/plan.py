@@ -40,7 +40,7 @@ def plan(job: Job, step: int) -> Plan:
                 ops += ops_of([item], chain.backward, samples)
                 made = [f"{layer.name}.{name}" for name, _ in item.params] if isinstance(item, Layer) else []
                 ops += [due[name] for name in reversed(made) if name in due]
-        ops.append(chain.optimizer(job.layers, job.spec))
+        ops += [*chain.clip(job.layers, job.spec), chain.optimizer(job.layers, job.spec)]
         roles.append(programs.setdefault(tuple(ops), len(programs)))
     layers = range(len(job.layers))
     made = tuple(Program(ops, tuple(layers), replica.memory) for ops in programs)

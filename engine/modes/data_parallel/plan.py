@@ -36,7 +36,7 @@ def _ops(job: Job, *, master: bool) -> tuple[Op, ...]:
     if job.spec.devices > 1:
         ops.append(_move("reduce", "gradients", "gradient", weights))
     if master:
-        ops.append(chain.optimizer(job.layers, job.spec))
+        ops += [*chain.clip(job.layers, job.spec), chain.optimizer(job.layers, job.spec)]
     return tuple(ops)
 
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from engine.shapes import FP32, Layer
+from engine.shapes import Layer
 
 MIB = 1024 * 1024
 FIRST_BUCKET_MB = 1.0  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, used when the limit is the default one
@@ -29,7 +29,7 @@ def buckets(layers: tuple[Layer, ...], limit_mb: float | None) -> list[Bucket]:
     for layer in reversed(layers):
         for name, shape in reversed(layer.params):
             names.append(f"{layer.name}.{name}")
-            size += FP32 * math.prod(shape)
+            size += layer.item * math.prod(shape)
             if size >= limits[min(len(done), len(limits) - 1)]:
                 done.append(Bucket(size, tuple(names), layer.name))
                 names, size = [], 0

@@ -1,33 +1,45 @@
 """A job under DistributedDataParallel -> its plan: gradient buckets, each all-reduced once its last gradient is there.
 
-DDP's rule (torch/csrc/distributed/c10d/reducer.cpp): in step 0 all gradients share one bucket, since their order is
-not known yet. In step 1 the buckets are rebuilt in the order in which gradients arrived, and rank 0's order is
+DDP's rule (torch/csrc/distributed/c10d/reducer.cpp): at first all gradients share one bucket, since their order is
+not known yet. Once reduced, the buckets are rebuilt in the order in which gradients arrived, and rank 0's order is
 broadcast. A bucket is closed by the gradient that makes it reach its size limit.
 """
+
+from collections.abc import Callable
 
 from engine import chain
 from engine.job import Job
 from engine.modes.ddp.buckets import Bucket, buckets
+from engine.modes.ddp.compression import kept, pieces
 from engine.plan import Mesh, Op, Plan, Program
 
 INT32 = 4  # bytes
 
 
 def plan(job: Job, step: int) -> Plan:
-    limit_mb = job.spec.bucket_mb if step > 0 else None
-    whole = buckets(job.layers, limit_mb)
-    ops = [chain.load(job.sample_bytes, job.local_batch)]
-    ops += bucket_order(whole, "dp") if step == 1 else []
-    ops += chain.forward(job.layers, job.local_batch)
-    for op in chain.backward(job.layers, job.local_batch):
-        ops.append(op)
-        ops += all_reduces(whole, op.part, "dp")
-    ops.append(chain.optimizer(job.layers, job.spec))
+    ops = [*chain.microsteps(job, lambda k, synced: _passes(job, step, k, synced))]
+    ops += [*chain.clip(job.layers, job.spec), chain.optimizer(job.layers, job.spec)]
     memory = chain.standing_memory(job.layers, job.spec)
-    memory["buckets"] = sum(b.bytes for b in whole)
+    memory["buckets"] = sum(layer.param_bytes for layer in job.layers)
+    if extra := kept(buckets(job.layers, job.spec.bucket_mb), job.layers, job.spec):
+        memory["compression"] = extra
     program = Program(tuple(ops), tuple(range(len(job.layers))), memory)
     ranks = job.degree("dp")
     return Plan(Mesh(("dp",), (ranks,)), (program,), (0,) * ranks, tuple(layer.name for layer in job.layers))
+
+
+def _passes(job: Job, step: int, microstep: int, synced: bool) -> list[Op]:
+    """What no_sync leaves out is the all-reduces; buckets are rebuilt in the first forward after the first of them."""
+    each = job.spec.sync_every_microstep
+    reduced = step * job.microsteps + microstep if each else step  # how often gradients were reduced before
+    whole = buckets(job.layers, job.spec.bucket_mb if reduced else None)
+    ops = bucket_order(whole, "dp") if reduced == 1 and (each or microstep == 0) else []
+    ops += chain.forward(job.layers, job.micro_batch, spec=job.spec)
+    for compute in chain.backward_by_layer(job.layers, job.micro_batch, spec=job.spec):
+        ops += compute
+        if synced:
+            ops += all_reduces(whole, compute[-1].part, "dp", lambda b: pieces(b, job.layers, job.spec, reduced))
+    return ops
 
 
 def bucket_order(whole: list[Bucket], axis: str) -> list[Op]:
@@ -36,7 +48,14 @@ def bucket_order(whole: list[Bucket], axis: str) -> list[Op]:
     return [Op(kind="broadcast", part=part, payload="control", axis=axis, bytes=INT32 * n) for part, n in sizes.items()]
 
 
-def all_reduces(whole: list[Bucket], layer: str, axis: str) -> list[Op]:
-    """Of the buckets that are full when `layer` has made its gradients."""
+def _whole(bucket: Bucket) -> list[tuple[str, int]]:
+    return [("", bucket.bytes)]
+
+
+def all_reduces(
+    whole: list[Bucket], layer: str, axis: str, sent: Callable[[Bucket], list[tuple[str, int]]] = _whole
+) -> list[Op]:
+    """Of the buckets that are full when `layer` has made its gradients; `sent` is what of each, and its bytes."""
     common = {"kind": "all_reduce", "payload": "gradient", "axis": axis, "asynchronous": True}
-    return [Op(part=f"bucket{i}", bytes=b.bytes, **common) for i, b in enumerate(whole) if b.last_layer == layer]
+    full = [(i, bucket) for i, bucket in enumerate(whole) if bucket.last_layer == layer]
+    return [Op(part=f"bucket{i}{what}", bytes=size, **common) for i, bucket in full for what, size in sent(bucket)]

@@ -1,10 +1,14 @@
 """A job under torch's DistributedDataParallel, with a DistributedSampler."""
 
+from contextlib import nullcontext
+
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.job import Job
 from engine.modes.ddp.buckets import DEFAULT_BUCKET_MB
 from engine.real import models
+from engine.real.compression import compress_by_factors
 from engine.real.data import Batches
 from engine.real.training import LocalTraining, Place
 
@@ -15,6 +19,12 @@ def training(job: Job, place: Place) -> LocalTraining:
     place.recorder.label = lambda kind: ("dp", "gradient" if kind == "all_reduce" else "control")
     limit = {} if job.spec.bucket_mb == DEFAULT_BUCKET_MB else {"bucket_cap_mb": job.spec.bucket_mb}
     replica = DistributedDataParallel(chain, **limit)
+    if job.spec.compress == "fp16":
+        replica.register_comm_hook(None, fp16_compress_hook)
+    elif job.spec.compress == "powersgd":
+        compress_by_factors(replica, job, place.recorder)
     optimizer = models.make_optimizer(job, replica.parameters())
     batches = Batches(job, place.rank, place.world_size, place.device)
-    return LocalTraining(job, place, chain, replica, batches, optimizer)
+    local = LocalTraining(job, place, chain, replica, batches, optimizer)
+    local.reducing = lambda reduces: nullcontext() if reduces else replica.no_sync()
+    return local

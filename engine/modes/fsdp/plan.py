@@ -5,6 +5,8 @@ In backward fully_shard asks for the layer that comes next before it lets the cu
 only changes the order. GPUs gather on a stream of their own, one layer ahead in forward too, while a layer computes.
 """
 
+from collections.abc import Callable
+
 from engine import chain
 from engine.cost.machine import machine
 from engine.job import Job
@@ -19,24 +21,25 @@ def plan(job: Job, step: int) -> Plan:
 
 def gathering_twice(job: Job, mesh: Mesh) -> Plan:
     """Layers are freed after forward (reshard_after_forward=True), and gathered again for backward."""
-    gathers = {layer.name: gather(layer, job, mesh) for layer in job.layers}
-    ops = []
-    for layer, op in zip(job.layers, chain.backward(job.layers, job.local_batch)[::-1], strict=True):
-        ops.append((gathers[layer.name], op, reduce(layer, job, mesh)))
-    ops.reverse()
-    backward = list(ops[0][0])
-    for i, (_, op, reduces) in enumerate(ops):
-        backward += [*(ops[i + 1][0] if i + 1 < len(ops) else ()), op, *reduces]
-    ranks = mesh.degree("fsdp")
-    sizes = [gathered_bytes(layer, ranks) for layer in job.layers]
+    gathers = [gather(layer, job, mesh) for layer in reversed(job.layers)]
+    computes = chain.backward_by_layer(job.layers, job.micro_batch, spec=job.spec)
+    reduces = [reduce(layer, job, mesh) for layer in reversed(job.layers)]
+
+    def passes(synced: bool) -> list[Op]:
+        ops = [*forward(job, mesh), *gathers[0]]
+        for following, compute, reduced in zip([*gathers[1:], []], computes, reduces, strict=True):
+            ops += [*following, *compute, *(reduced if synced else ())]
+        return ops
+
+    sizes = [gathered_bytes(layer, mesh.degree("fsdp")) for layer in job.layers]
     two = max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))  # the current and the next in backward
-    return sharded(job, mesh, [*forward(job, mesh), *backward], gathered=two)
+    return sharded(job, mesh, passes, gathered=two)
 
 
 def forward(job: Job, mesh: Mesh) -> list[Op]:
     """Every layer gathered, then computed; on devices of their own the next one is gathered meanwhile."""
     gathers = [gather(layer, job, mesh) for layer in job.layers]
-    computes = chain.forward(job.layers, job.local_batch)
+    computes = chain.forward(job.layers, job.micro_batch, spec=job.spec)
     if not overlaps(job):
         return [op for gathered, compute in zip(gathers, computes, strict=True) for op in (*gathered, compute)]
     ahead = [*gathers[1:], []]
@@ -71,16 +74,25 @@ def _collective(kind: str, layer: Layer, payload: str, axis: str, size: int, job
     return Op(kind=kind, part=layer.name, payload=payload, axis=axis, bytes=size, asynchronous=overlaps(job))
 
 
-def sharded(job: Job, mesh: Mesh, passes: list[Op], *, gathered: int) -> Plan:
-    """`passes` between the load and the update of each rank's own shard. Shards are allocated with their padding;
-    optimizer state is not padded. `gathered`: most bytes of whole layers at any time."""
+def sharded(job: Job, mesh: Mesh, passes: Callable[[bool], list[Op]], *, gathered: int) -> Plan:
+    """`passes(whether gradients are reduced)` of every micro-step, and the update of each rank's own shard.
+
+    Shards are allocated with their padding; optimizer state is not padded. `gathered`: most bytes of whole layers at
+    any time. Gradients that wait for the last micro-step wait whole, and become shards layer by layer after it.
+    """
     ranks = mesh.degree("fsdp")
+    whole_gradients = sum(layer.param_bytes for layer in job.layers)
+    waits = job.microsteps > 1 and not job.spec.sync_every_microstep
+    steps = chain.microsteps(job, lambda k, synced: passes(synced))
     programs, roles = [], []
     for run in equal_ranks(job.layers, ranks):
         shards = [shard(layer, ranks, run.start) for layer in job.layers]
-        ops = (chain.load(job.sample_bytes, job.local_batch), *passes, chain.optimizer(shards, job.spec))
+        numbers = sum(len(layer.params) for layer in job.layers)  # the norm of each parameter
+        clip = chain.clip(shards, job.spec, {"fsdp": numbers} if ranks > 1 else {})
+        ops = (*steps, *clip, chain.optimizer(shards, job.spec))
         padded = sum(padded_bytes(layer, ranks) for layer in job.layers)
-        memory = chain.standing_memory(shards, job.spec) | {"parameters": padded, "gradients": padded}
+        kept = {"parameters": padded, "gradients": max(whole_gradients, padded) if waits else padded}
+        memory = chain.standing_memory(shards, job.spec) | kept
         holds = tuple(i for i, layer in enumerate(shards) if layer.param_bytes)
         roles += [len(programs)] * len(run)
         shares = tuple(shards[i].param_bytes / job.layers[i].param_bytes for i in holds)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -37,7 +38,10 @@ def sharded_training(job: Job, place: Place, mesh: DeviceMesh, *, reshard_after_
     chain.recorder = place.recorder
     place.recorder.identify = identify
     optimizer = models.make_optimizer(job, chain.parameters())
-    return LocalTraining(job, place, chain, chain, Batches(job, place.rank, place.world_size, place.device), optimizer)
+    batches = Batches(job, place.rank, place.world_size, place.device)
+    local = LocalTraining(job, place, chain, chain, batches, optimizer)
+    local.reducing = lambda reduces: nullcontext(chain.set_requires_gradient_sync(reduces))
+    return local
 
 
 class MarkedReduceScatter(DefaultReduceScatter):

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from engine.shapes import FP32, Layer
+from engine.shapes import Layer
 
 
 def shard(layer: Layer, ranks: int, rank: int) -> Layer:
@@ -24,7 +24,7 @@ def shard(layer: Layer, ranks: int, rank: int) -> Layer:
 
 def padded_bytes(layer: Layer, ranks: int) -> int:
     """What each rank passes to the all-gather, and gets from the reduce-scatter."""
-    return sum(FP32 * math.ceil(rows / ranks) * math.prod(rest) for _, (rows, *rest) in layer.params)
+    return sum(layer.item * math.ceil(rows / ranks) * math.prod(rest) for _, (rows, *rest) in layer.params)
 
 
 def gathered_bytes(layer: Layer, ranks: int) -> int:

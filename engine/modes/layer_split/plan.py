@@ -24,13 +24,14 @@ def _ops(job: Job, stage: int) -> tuple[Op, ...]:
     ops = [chain.load(job.sample_bytes, batch)] if is_first or is_last else []
     if not is_first:
         ops.append(_message("recv", "activation", stage, stage - 1, inbound))
-    ops += chain.forward(stages[stage], batch, stage=stage)
+    ops += chain.forward(stages[stage], batch, stage=stage, spec=job.spec)
     if not is_last:
         ops.append(_message("send", "activation", stage, stage + 1, outbound))
         ops.append(_message("recv", "gradient", stage, stage + 1, outbound))
-    ops += chain.backward(stages[stage], batch, stage=stage)
+    ops += chain.backward(stages[stage], batch, stage=stage, spec=job.spec)
     if not is_first:
         ops.append(_message("send", "gradient", stage, stage - 1, inbound))
+    ops += chain.clip(stages[stage], job.spec, {"pp": 1} if len(stages) > 1 else {})
     return (*ops, chain.optimizer(stages[stage], job.spec))
 
 

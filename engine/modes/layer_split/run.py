@@ -1,5 +1,7 @@
 """A job split by layers: each rank holds a run of layers; activations and gradients pass through torch.distributed."""
 
+from typing import ClassVar
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,6 +17,8 @@ def training(job: Job, place: Place) -> "LayerSplit":
 
 
 class LayerSplit:
+    norm_groups: ClassVar = {"pp": None}  # each parameter is on one of its ranks
+
     def __init__(self, job: Job, place: Place):
         self.stage, self.recorder = place.rank, place.recorder
         self.is_first, self.is_last = self.stage == 0, self.stage == place.world_size - 1
@@ -24,7 +28,8 @@ class LayerSplit:
         self.batches = Batches(job, 0, 1, place.device) if self.is_first or self.is_last else None
         if not self.is_first:
             shape = job.stages[self.stage - 1][-1].output
-            self.inbound = torch.empty(job.spec.global_batch, *shape, device=place.device)
+            like = {"device": place.device, "dtype": models.dtype_of(job.spec)}
+            self.inbound = torch.empty(job.spec.global_batch, *shape, **like)
 
     def make_gradients(self, step: int) -> float | None:
         self.optimizer.zero_grad()

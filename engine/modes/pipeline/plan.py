@@ -30,7 +30,7 @@ def plan(job: Job, step: int) -> Plan:
                 sizes,
                 rank_of,
                 before=_load(job, placement[rank], pipelines),
-                after=[*_exchange(job, placement[rank], pipelines), _optimizer(job, placement[rank])],
+                after=[*_exchange(job, placement[rank], pipelines), *_update(job, placement[rank])],
             )
             for rank, actions in enumerate(ADD_MESSAGES[spec.receives](order, pipelines))
         ]
@@ -70,7 +70,7 @@ def _one_stage(job: Job, stage: int, order: list[schedules.Action]) -> Ops:
     }
     pipelines = [range(len(stages))]
     calls = [(action.kind, action.microbatch) for action in order]
-    return unroll(passes, calls, before=_load(job, [stage], pipelines), after=[_optimizer(job, [stage])])
+    return unroll(passes, calls, before=_load(job, [stage], pipelines), after=_update(job, [stage]))
 
 
 def _passes(job: Job, stages: Sequence[int], pipelines: list[range]) -> dict[tuple[str, int], list[Op]]:
@@ -113,8 +113,10 @@ def _exchange(job: Job, stages: Sequence[int], pipelines: list[range]) -> list[O
     return [_message(kind, "gradient", s, num - 1 - rank, sizes[s]) for kind in ("send", "recv") for s in by_layers]
 
 
-def _optimizer(job: Job, stages: Sequence[int]) -> Op:
-    return chain.optimizer(_layers(job, stages), job.spec)
+def _update(job: Job, stages: Sequence[int]) -> list[Op]:
+    layers = _layers(job, stages)
+    clip = chain.clip(layers, job.spec, {"pp": 1} if job.degree("pp") > 1 else {})
+    return [*clip, chain.optimizer(layers, job.spec)]
 
 
 def _layers(job: Job, stages: Sequence[int]) -> list:

@@ -1,5 +1,7 @@
 """A job through torch.distributed.pipelining: PyTorch's own stages and schedules, with marks around each chunk."""
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 from torch.distributed import pipelining
@@ -75,6 +77,8 @@ class MarkedStage(PipelineStage):
 
 
 class Pipeline:
+    norm_groups: ClassVar = {"pp": None}  # each parameter is on one of its ranks
+
     def __init__(self, job: Job, place: Place):
         self.job, self.recorder = job, place.recorder
         spec, whole = job.spec, models.build(job)
@@ -93,13 +97,14 @@ class Pipeline:
 
     def _stage(self, whole: models.Chain, stage: int, place: Place) -> MarkedStage:
         job, device = self.job, place.device
+        like = {"device": device, "dtype": models.dtype_of(job.spec), "requires_grad": True}
         samples = job.spec.global_batch // job.spec.microbatches
-        output = torch.zeros(samples, *job.stages[stage][-1].output, device=device, requires_grad=True)
+        output = torch.zeros(samples, *job.stages[stage][-1].output, **like)
         if stage == 0:
             example = self.batches(0)[0][:samples]
         else:
             shape = job.stages[stage - 1][-1].output
-            example = torch.zeros(samples, *shape, device=device, requires_grad=True)
+            example = torch.zeros(samples, *shape, **like)
         chain = models.piece(whole, job, stage).to(device)
         marked = MarkedStage(chain, stage, len(job.stages), device, input_args=(example,), output_args=(output,))
         marked.recorder = place.recorder

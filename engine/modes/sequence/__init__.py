@@ -21,8 +21,8 @@ LESSON = Lesson(
         ),
         Step(
             "Sum and scatter",
-            "After the pair a reduce-scatter adds the parts and leaves each rank its own tokens.",
-            kinds=("reduce_scatter",),
+            "A reduce-scatter adds the parts and leaves each rank its own tokens; the loss is summed by all-reduces.",
+            kinds=("reduce_scatter", "all_reduce"),
             payload="activation",
         ),
         Step(

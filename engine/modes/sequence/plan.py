@@ -17,7 +17,8 @@ from engine.shapes import FP32, Layer
 
 def plan(job: Job, step: int) -> Plan:
     norms = [f"{layer.name}.{norm}" for layer in job.layers[1:-1] for norm in ("norm1", "norm2")]
-    return assemble(job, forward, backward, [_norm_gradient(name, job.spec.hidden) for name in (*norms, "head.norm")])
+    size = job.item * job.spec.hidden
+    return assemble(job, forward, backward, [_norm_gradient(name, size) for name in (*norms, "head.norm")])
 
 
 def parts(job: Job, kind: str, name: str) -> tuple[str, ...]:
@@ -25,8 +26,8 @@ def parts(job: Job, kind: str, name: str) -> tuple[str, ...]:
     return names_of(job, forward if kind == "forward" else backward, name)
 
 
-def _norm_gradient(name: str, hidden: int) -> Op:
-    return Op(kind="all_reduce", part=name, payload="gradient", axis="tp", bytes=FP32 * hidden)
+def _norm_gradient(name: str, size: int) -> Op:
+    return Op(kind="all_reduce", part=name, payload="gradient", axis="tp", bytes=size)
 
 
 def forward(job: Job, layer: Layer) -> Cut:
@@ -36,7 +37,7 @@ def forward(job: Job, layer: Layer) -> Cut:
         scatter = collective("reduce_scatter", "embed.tokens", layer.output_bytes)
         return [tokens, scatter, piece(layer, "sum", "position", saved=layer.saved, output=shard)]
     if layer.name == "head":
-        gather = collective("all_gather", "head.logits", FP32 * math.prod(shard))
+        gather = collective("all_gather", "head.logits", job.item * math.prod(shard))
         return [piece(layer, "norm", "norm", output=shard), gather, *loss(job, layer)]
     return _in_turn(_pieces(job, layer), "all_gather", "reduce_scatter")
 
@@ -44,7 +45,7 @@ def forward(job: Job, layer: Layer) -> Cut:
 def backward(job: Job, layer: Layer) -> Cut:
     shard = _tokens(job)
     if layer.name == "embed":
-        size = FP32 * math.prod(shard)
+        size = job.item * math.prod(shard)
         position = dataclasses.replace(collective("all_gather", "embed.position", size), payload="gradient")
         pieces = [piece(layer, name, output=shard) for name in ("sum", "position")]
         tokens = piece(layer, "tokens", "token", output=layer.output)
@@ -79,20 +80,20 @@ def _in_turn(pieces: list[Layer], before: str, after: str) -> Cut:
 def _pieces(job: Job, layer: Layer) -> list[Layer]:
     """A block, cut wherever its tokens are gathered or scattered. DTensor keeps the gathered input of each pair."""
     (c, h), heads, ranks, tokens = layer.output, job.spec.heads, job.degree("tp"), _tokens(job)
-    norm = FP32 * tokens[0] * h
+    norm = layer.item * tokens[0] * h
     return [
         piece(layer, "norm1", "norm1", saved=norm, output=tokens),
         piece(
             layer, "attention", "qkv", "proj",
             flops=(2 * c * 4 * h * h + 2 * 2 * c * c * h) // ranks,
-            saved=FP32 * c * (h + (4 * h + heads) // ranks),
+            saved=layer.item * c * (h + 4 * h // ranks) + FP32 * c * heads // ranks,
             output=layer.output,
         ),
         piece(layer, "norm2", "norm2", saved=norm, output=tokens),
         piece(
             layer, "mlp", "up", "down",
             flops=2 * c * 8 * h * h // ranks,
-            saved=FP32 * c * (h + 8 * h // ranks),
+            saved=layer.item * c * (h + 8 * h // ranks),
             output=layer.output,
         ),
         piece(layer, "sum", output=tokens),

@@ -6,11 +6,9 @@ from engine.plan import Mesh, Plan, Program
 
 
 def plan(job: Job, step: int) -> Plan:
-    ops = [
-        chain.load(job.sample_bytes, job.local_batch),
-        *chain.forward(job.layers, job.local_batch),
-        *chain.backward(job.layers, job.local_batch),
-        chain.optimizer(job.layers, job.spec),
-    ]
+    size, spec = job.micro_batch, job.spec
+    passes = [*chain.forward(job.layers, size, spec=spec), *chain.backward(job.layers, size, spec=spec)]
+    ops = [*chain.microsteps(job, lambda k, synced: passes)]
+    ops += [*chain.clip(job.layers, job.spec), chain.optimizer(job.layers, job.spec)]
     program = Program(tuple(ops), tuple(range(len(job.layers))), chain.standing_memory(job.layers, job.spec))
     return Plan(Mesh(("dp",), (1,)), (program,), (0,), tuple(layer.name for layer in job.layers))

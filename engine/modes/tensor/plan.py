@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from engine import chain
 from engine.job import Job
-from engine.modes.tensor.shards import held, piece, styles
+from engine.modes.tensor.shards import held, parameters_in, piece, styles
 from engine.plan import Mesh, Op, Plan, Program
 from engine.shapes import FP32, Layer
 
@@ -39,7 +39,7 @@ def assemble(
 
     One rank has nothing to sum: there no layer is cut.
     """
-    layers, batch, ranks = held(job), job.local_batch, job.degree("tp")
+    layers, batch, ranks, after = held(job), job.local_batch, job.degree("tp"), list(after)
     ops = [chain.load(job.sample_bytes, batch)]
     for layer in layers:
         for item in forward(job, layer) if ranks > 1 else [layer]:
@@ -47,7 +47,9 @@ def assemble(
     for layer in reversed(layers):
         for item in backward(job, layer) if ranks > 1 else [layer]:
             ops += chain.backward([item], batch) if isinstance(item, Layer) else [_of_batch(item, "gradient", batch)]
-    ops += [*(after if ranks > 1 else []), chain.optimizer(layers, job.spec)]
+    laid_out = parameters_in(job, styles(job)) + len(after)  # as DTensors: what is cut, and the norms of sequences
+    clip = chain.clip(layers, job.spec, {"tp": laid_out} if ranks > 1 else {})
+    ops += [*(after if ranks > 1 else []), *clip, chain.optimizer(layers, job.spec)]
     shares = tuple(mine.param_bytes / layer.param_bytes for mine, layer in zip(layers, job.layers, strict=True))
     memory = chain.standing_memory(layers, job.spec)
     program = Program(tuple(ops), tuple(range(len(layers))), memory, shares=shares if job.degree("tp") > 1 else ())
@@ -94,7 +96,7 @@ def backward(job: Job, layer: Layer) -> Cut:
         return [mlp, total[0], attention, total[1], piece(layer, "norm1", output=layer.output)]
     if style == "column" and layer.name != job.layers[0].name:  # nobody needs the gradient of the model's input
         inputs = layer.params[0][1][1]
-        total = collective("all_reduce", layer.name, FP32 * inputs)
+        total = collective("all_reduce", layer.name, layer.item * inputs)
         return [_dense(job, layer, style), total, piece(layer, "input", output=(inputs,))]
     return [_dense(job, layer, style) if style else layer]
 
@@ -121,7 +123,7 @@ def _dense(job: Job, layer: Layer, style: str) -> Layer:
     relu = layer.name != job.layers[-1].name
     output = (outputs,) if style == "column" else layer.output
     return dataclasses.replace(
-        layer, flops=layer.flops // job.degree("tp"), saved=FP32 * (inputs + outputs * relu), output=output
+        layer, flops=layer.flops // job.degree("tp"), saved=layer.item * (inputs + outputs * relu), output=output
     )
 
 
@@ -131,13 +133,13 @@ def _halves(job: Job, layer: Layer) -> tuple[Layer, Layer]:
     attention = piece(
         layer, "attention", "norm1", "qkv", "proj",
         flops=(2 * c * 4 * h * h + 2 * 2 * c * c * h) // ranks,
-        saved=FP32 * c * (2 * h + (4 * h + heads) // ranks),
+        saved=layer.item * c * (2 * h + 4 * h // ranks) + FP32 * c * heads // ranks,
         output=layer.output,
     )  # fmt: skip
     mlp = piece(
         layer, "mlp", "norm2", "up", "down",
         flops=2 * c * 8 * h * h // ranks,
-        saved=FP32 * c * (2 * h + 8 * h // ranks),
+        saved=layer.item * c * (2 * h + 8 * h // ranks),
         output=layer.output,
     )  # fmt: skip
     return attention, mlp

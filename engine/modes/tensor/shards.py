@@ -6,6 +6,7 @@ each rank embeds the tokens that it has, and computes their logits.
 """
 
 import dataclasses
+from collections.abc import Container
 
 from engine.job import Job
 from engine.shapes import Layer
@@ -27,6 +28,12 @@ def styles(job: Job) -> dict[str, str]:
     return {name: style for pair in pairs for name, style in zip(pair, ("column", "row"), strict=True)}
 
 
+def parameters_in(job: Job, modules: Container[str]) -> int:
+    """How many parameters these modules have."""
+    names = [f"{layer.name}.{name}" for layer in job.layers for name, _ in layer.params]
+    return sum(name.rpartition(".")[0] in modules for name in names)
+
+
 def held(job: Job) -> tuple[Layer, ...]:
     """The model's layers with the shapes of the parameters that one rank holds."""
     style, degree = styles(job), job.degree("tp")
@@ -45,4 +52,4 @@ def held(job: Job) -> tuple[Layer, ...]:
 def piece(layer: Layer, name: str, *modules: str, output: tuple[int, ...], flops: int = 0, saved: int = 0) -> Layer:
     """A part of a layer between two collectives, with the parameters of some of its modules."""
     params = tuple((key, shape) for key, shape in layer.params if key.split(".")[0] in modules)
-    return Layer(f"{layer.name}.{name}", params, flops, output, saved)
+    return Layer(f"{layer.name}.{name}", params, flops, output, saved, layer.item)

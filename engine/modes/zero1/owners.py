@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from engine.shapes import FP32, Layer
+from engine.shapes import Layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,4 +24,4 @@ def owners(layers: tuple[Layer, ...], ranks: int) -> list[Owned]:
         rank = totals.index(min(totals))
         names[rank].append(name)
         totals[rank] += sizes[name]
-    return [Owned(tuple(n), FP32 * total) for n, total in zip(names, totals, strict=True)]
+    return [Owned(tuple(n), layers[0].item * total) for n, total in zip(names, totals, strict=True)]

@@ -9,7 +9,7 @@ from engine.modes.zero1.owners import Owned, owners
 from engine.plan import Op, Plan, Program
 from engine.shapes import FP32, Layer
 
-# An owner of nothing broadcasts one number all the same (ZeroRedundancyOptimizer._build_param_buckets).
+# An owner of nothing broadcasts one number in fp32 all the same (ZeroRedundancyOptimizer._build_param_buckets).
 NOTHING = FP32
 
 

@@ -1,0 +1,111 @@
+"""A job -> its first steps in one process: what parity compares with.
+
+One device takes every global batch whole. A mode that differs from that by design is also simulated: as many replicas
+as it has, each with its own part of the batch, and between them just what the mode does.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from engine.job import Job
+from engine.real import models
+from engine.real.data import Batches
+from engine.real.powersgd import PowerSGD
+
+# What makes a mode or an option come to other numbers than one device, in words for the result.
+LOCAL_SGD = "local SGD differs from one device by design: replicas drift apart between averages"
+
+
+POWERSGD = "PowerSGD differs from one device by design: it sends matrices as products of a few columns"
+
+
+class Trained(NamedTuple):
+    """A training as one rank sees it: losses, gradients and their norms of each step, and the parameters in the end."""
+
+    losses: list[float]
+    gradients: list[dict[str, torch.Tensor]]
+    norms: list[float | None]  # before clipping; None where nothing is clipped
+    parameters: dict[str, torch.Tensor]
+    routed: list[dict[str, list[int]]]  # block -> tokens of each expert
+
+
+class Replica:
+    """One model on one device, with its part of each batch."""
+
+    def __init__(self, job: Job, replica: int, replicas: int):
+        self.largest = job.spec.clip
+        self.model = models.build(job)
+        self.optimizer = models.make_optimizer(job, self.model.parameters())
+        self.batches = Batches(job, replica, replicas, torch.device("cpu"))
+        self.trained = Trained([], [], [], {}, [])
+
+    def make_gradients(self, step: int) -> None:
+        inputs, targets = self.batches(step)
+        self.optimizer.zero_grad()
+        with models.counting() as routed:
+            loss = models.loss_of(self.model(inputs), targets)
+        self.trained.routed.append(routed)
+        loss.backward()
+        self.trained.losses.append(loss.item())
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {name: p.grad.clone() for name, p in self.model.named_parameters()}
+
+    def take(self, gradients: dict[str, torch.Tensor]) -> None:
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = gradients[name].clone()
+
+    def update(self) -> None:
+        parameters = self.model.parameters()
+        self.trained.gradients.append(self.gradients())
+        largest = self.largest
+        norm = None if largest is None else torch.nn.utils.clip_grad_norm_(parameters, largest).item()
+        self.trained.norms.append(norm)
+        self.optimizer.step()
+
+    def done(self) -> Trained:
+        return self.trained._replace(parameters={name: p.detach() for name, p in self.model.named_parameters()})
+
+
+def one_device(job: Job, steps: int) -> Trained:
+    alone = Replica(job, 0, 1)
+    for step in range(steps):
+        alone.make_gradients(step)
+        alone.update()
+    return alone.done()
+
+
+def by_design(job: Job) -> str | None:
+    """Why a job is not to equal one device, if it is not."""
+    if job.spec.compress == "powersgd":
+        return POWERSGD
+    return LOCAL_SGD if job.spec.mode == "local_sgd" else None
+
+
+def simulated(job: Job, steps: int) -> list[Trained]:
+    """What each rank of such a job must come to."""
+    replicas = [Replica(job, rank, job.replicas) for rank in range(job.replicas)]
+    compression = PowerSGD(job) if job.spec.compress == "powersgd" else None
+    for step in range(steps):
+        for replica in replicas:
+            replica.make_gradients(step)
+        if compression:
+            reduced = compression.reduce([replica.gradients() for replica in replicas])
+            for replica in replicas:
+                replica.take(reduced)
+        for replica in replicas:
+            replica.update()
+        if job.spec.sync_every and (step + 1) % job.spec.sync_every == 0:
+            _average([replica.model for replica in replicas])
+    return [replica.done() for replica in replicas]
+
+
+@torch.no_grad()
+def _average(alike: list[models.Chain]) -> None:
+    for parameters in zip(*(model.parameters() for model in alike), strict=True):
+        mean = torch.stack(parameters).mean(0)
+        for parameter in parameters:
+            parameter.copy_(mean)

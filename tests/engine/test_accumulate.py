@@ -1,0 +1,123 @@
+"""Gradient accumulation: what is reduced when, what is kept meanwhile, and gradients equal to the large batch's."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from engine import modes
+from engine.cost.machine import machine
+from engine.job import prepare
+from engine.rules import SpecError
+from engine.simulate import simulate
+from engine.spec import Spec
+from tests.engine.proof import finished, holds
+
+SMALL = {"model": "mlp", "layers": 2, "hidden": 32, "global_batch": 32}
+ACCUMULATE = {"accumulate": 4}
+SYNCED = {"accumulate": 4, "sync_every_microstep": True}
+REPLICAS = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
+
+
+def plan_of(mode: str, step: int = 2, devices: int = 2, **settings):
+    return modes.plan(prepare(Spec(mode=mode, devices=devices, **SMALL | settings)), step)
+
+
+def reduced(plan) -> list[int | None]:
+    """The microbatch of every collective that reduces gradients."""
+    return [
+        op.microbatch
+        for op in plan.program(0).ops
+        if op.payload == "gradient" and op.kind in ("all_reduce", "reduce_scatter")
+    ]
+
+
+@pytest.mark.parametrize("mode", REPLICAS)
+def test_four_micro_steps_are_one_round_of_reductions_with_no_sync_and_four_without(mode):
+    once, each, large = (reduced(plan_of(mode, **s)) for s in (ACCUMULATE, SYNCED, {}))
+    assert set(once) == {3} and len(once) == len(large)
+    assert each == [k for k in range(4) for _ in large]
+    assert set(large) == {None}
+
+
+@pytest.mark.parametrize("mode", ["single", *REPLICAS])
+def test_every_op_of_a_micro_step_carries_its_index_and_a_quarter_of_the_work(mode):
+    devices = 1 if mode == "single" else 2
+    whole, cut = plan_of(mode, devices=devices), plan_of(mode, devices=devices, accumulate=4)
+    kinds = ("load", "forward", "backward")
+    ops, pieces = ([op for op in plan.program(0).ops if op.kind in kinds] for plan in (whole, cut))
+    assert Counter(op.microbatch for op in pieces) == dict.fromkeys(range(4), len(ops))
+    assert sum(op.flops for op in pieces) == sum(op.flops for op in ops)
+    assert [op.bytes for op in pieces if op.kind == "load"] == [ops[0].bytes // 4] * 4
+    last = cut.program(0).ops[-1 if mode != "zero1" else -3]
+    assert (last.kind, last.microbatch) == ("optimizer", None)
+
+
+def test_ddp_rebuilds_its_buckets_after_the_first_reduction_and_not_after_the_first_step():
+    settings = {"bucket_mb": 0.001}
+
+    def rebuilt(**more) -> list[tuple[int, int | None]]:
+        ops = [(step, op) for step in range(3) for op in plan_of("ddp", step, **settings, **more).program(0).ops]
+        return [(step, op.microbatch) for step, op in ops if op.part == "bucket order"]
+
+    assert rebuilt() == [(1, None)]
+    assert rebuilt(**ACCUMULATE) == [(1, 0)]
+    assert rebuilt(**SYNCED) == [(0, 1)]
+
+
+def test_gradients_that_wait_for_the_last_micro_step_wait_whole():
+    """fully_shard keeps full-size gradients with no_sync; reduced after every micro-step they are shards (B20)."""
+    job = prepare(Spec(mode="fsdp", devices=4, **SMALL))
+    whole = sum(layer.param_bytes for layer in job.layers)
+    held = {
+        name: plan_of("fsdp", devices=4, **settings).program(0).memory["gradients"]
+        for name, settings in {"at once": {}, "no_sync": ACCUMULATE, "synced": SYNCED}.items()
+    }
+    # 32 rows are 8 a rank; the output's 10 rows are 3, with padding.
+    assert held["at once"] == held["synced"] == 4 * (8 * 785 + 8 * 33 + 3 * 33)
+    assert held["no_sync"] == whole
+
+
+def test_a_quarter_of_the_activations_is_alive_at_a_time():
+    peaks = [simulate(plan_of("single", devices=1, **s), machine("h100")) for s in ({}, ACCUMULATE)]
+    standing = sum(peaks[0].plan.program(0).memory.values())
+    whole, cut = (simulation.peak_memory[0] - standing for simulation in peaks)
+    assert whole == 4 * cut > 0
+
+
+def test_a_micro_step_begins_when_the_gradients_of_the_last_one_have_arrived():
+    simulation = simulate(plan_of("ddp", **SYNCED), machine("unit"))
+    spans = list(simulation.timeline.spans())
+    for k in range(3):
+        arrived = max(s.end for s in spans if s.kind == "all_reduce" and s.microbatch == k)
+        assert min(s.start for s in spans if s.kind == "load" and s.microbatch == k + 1) >= arrived
+
+
+def test_micro_steps_must_divide_a_device_s_samples():
+    with pytest.raises(SpecError) as error:
+        prepare(Spec(mode="ddp", devices=2, global_batch=24, accumulate=5))
+    told = "accumulate must divide the 12 samples of a device in a step; it is 5. Try: 3, 4, 6."
+    assert str(error.value) == told
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "layer_split", "pipeline", "tensor"])
+def test_where_it_means_nothing_it_is_refused_with_the_reason(mode):
+    with pytest.raises(SpecError) as error:
+        prepare(Spec(mode=mode, devices=2, accumulate=2))
+    assert error.value.code == "option_of_mode"
+    assert error.value.values["reason"] in str(error.value)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("mode", "settings"),
+    [("single", ACCUMULATE), ("ddp", ACCUMULATE), ("zero1", SYNCED), ("fsdp", ACCUMULATE), ("hsdp", SYNCED)],
+)
+def test_real_micro_steps_are_those_planned_and_add_up_to_the_large_batch(mode, settings, launcher, runs_dir):
+    """Parity is with one device that takes the whole batch at once: a micro-step's loss has to be divided by four."""
+    devices = 1 if mode == "single" else 2
+    spec = Spec(mode=mode, devices=devices, **SMALL, **settings, steps=4, device="cpu")
+    result = finished(spec, launcher, runs_dir)
+    holds(result)
+    assert result["parity"]["grad_max_rel_diff"] < 1e-5

@@ -1,0 +1,102 @@
+"""bf16: two bytes of everything that two bytes are kept or sent of, and gradients as near as such numbers can be."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine import modes
+from engine.cost.machine import machine
+from engine.job import prepare
+from engine.modes import MODES
+from engine.predict import predict
+from engine.settings import MODE_SETTINGS
+from engine.shapes import FP32
+from engine.spec import Spec
+from tests.engine.proof import finished, holds
+
+SMALL = {"model": "mlp", "layers": 2, "hidden": 32, "global_batch": 16}
+TEXT = {"model": "gpt", "layers": 2, "hidden": 32, "heads": 2, "context": 16, "global_batch": 16}
+
+
+def plans_of(mode: str) -> list:
+    settings = TEXT if mode == "sequence" else SMALL
+    spec = Spec(mode=mode, devices=1 if mode == "single" else 2, clip=1.0, **settings)
+    return [modes.plan(prepare(spec.with_(precision=precision))) for precision in ("fp32", "bf16")]
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if "precision" in MODE_SETTINGS[mode]])
+def test_all_that_is_kept_or_sent_of_the_model_is_half_as_large(mode):
+    whole, half = plans_of(mode)
+    for rank in range(whole.world_size):
+        one, other = whole.program(rank), half.program(rank)
+        assert {k: v // 2 for k, v in one.memory.items()} == other.memory
+        for a, b in zip(one.ops, other.ops, strict=True):
+            # Norms are summed in fp32, and so is what tensor parallelism needs for the loss: a number a token.
+            in_fp32 = a.part == "norm" or a.part in ("head.logits", "head.largest", "head.total")
+            if a.axis and not (in_fp32 and a.kind == "all_reduce"):
+                assert b.bytes * 2 == a.bytes > 0, (a, b)
+
+
+def test_activations_are_half_as_large_but_for_what_are_no_such_numbers():
+    """A block keeps 16 numbers of each hidden feature, and for each token and head the fp32 log-sum-exp; an embedding
+    the tokens, as integers."""
+    layers = prepare(Spec(mode="single", devices=1, **TEXT, precision="bf16")).layers
+    assert layers[1].saved == 16 * (2 * 16 * 32 + FP32 * 2)
+    assert layers[0].saved == 16 * 8
+
+
+def test_owners_of_nothing_broadcast_a_number_in_fp32():
+    job = prepare(Spec(mode="zero1", devices=8, model="mlp", layers=1, precision="bf16"))
+    sizes = [op.bytes for op in modes.plan(job).program(7).ops if op.kind == "broadcast"]
+    assert sizes == [2 * 784 * 256, 2 * 2560, 2 * 256, 2 * 10, 4, 4, 4, 4]
+
+
+def test_gpus_multiply_twice_as_fast_in_bf16():
+    assert machine("h100").at("bf16").flop_rate == 2 * machine("h100").flop_rate
+    assert machine("h100").at("fp32") == machine("h100")
+    spec = Spec(mode="fsdp", devices=8, model="gpt", layers=8, hidden=2048, context=512, heads=16, machine="h100")
+    assert predict(spec.with_(precision="bf16")).step_time < 0.6 * predict(spec).step_time
+
+
+def test_the_tolerance_tells_rounding_from_a_mistake():
+    """One device in fp32 and the same in bf16, step 0: rounding is within the tolerance, a gradient 1.5 times as large
+    is not."""
+    torch = pytest.importorskip("torch")
+    from engine.real import models
+    from engine.real.data import Batches
+    from engine.real.parity import apart, tolerance
+
+    gradients = []
+    for precision in ("fp32", "bf16"):
+        job = prepare(Spec(mode="single", devices=1, model="cnn", global_batch=16, precision=precision))
+        model = models.build(job)
+        inputs, targets = Batches(job, 0, 1, torch.device("cpu"))(0)
+        models.loss_of(model(inputs), targets).backward()
+        gradients.append([p.grad.float() for p in model.parameters()])
+    allowed = tolerance(job.spec)["grad_norm_rel_diff"]
+    assert 0 < max(apart(b, a) for a, b in zip(*gradients, strict=True)) < allowed
+    assert all(apart(1.5 * a, a) > 2 * allowed for a in gradients[0])
+    assert apart(gradients[0][0] * float("nan"), gradients[0][0]) == float("inf")
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("mode", "settings"),
+    [
+        ("ddp", {"model": "cnn", "global_batch": 16}),
+        ("zero1", TEXT | {"optimizer": "adamw", "clip": 0.1}),
+        ("fsdp", SMALL | {"accumulate": 2}),
+        ("pipeline", {"model": "cnn", "global_batch": 16}),
+        ("sequence", TEXT | {"optimizer": "adamw"}),
+    ],
+)
+def test_real_runs_in_bf16_equal_one_device_in_bf16(mode, settings, launcher, runs_dir):
+    spec = Spec(mode=mode, devices=2, **settings, precision="bf16", steps=4, device="cpu")
+    holds(finished(spec, launcher, runs_dir))
+
+
+@pytest.mark.real
+def test_a_wrong_gradient_is_seen_in_bf16(launcher, runs_dir):
+    spec = Spec(mode="ddp", **SMALL, precision="bf16", fault="gradient@1:2", steps=4, device="cpu")
+    parity = finished(spec, launcher, runs_dir)["parity"]
+    assert parity["ok"] is False and "grad_norm_rel_diff" in parity["reason"]
