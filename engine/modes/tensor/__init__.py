@@ -8,8 +8,8 @@ LESSON = Lesson(
     steps=(
         Step(
             "Matrix split",
-            "In each pair of matrices the first is cut by columns, the second by rows; attention is cut by heads, and the "
-            "vocabulary too.",
+            "In each pair of matrices the first is cut by columns, the second by rows; attention is cut by heads, and "
+            "the vocabulary too.",
         ),
         Step("Same batch", "Every rank loads the same batch.", kinds=("load",)),
         Step(
