@@ -8,8 +8,7 @@ LESSON = Lesson(
     steps=(
         Step(
             "Matrix split",
-            "In each pair of matrices the first is cut by columns, the second by rows; attention is cut by heads, "
-            "and the vocabulary too.",
+            "The first matrix of a pair is cut by columns, the second by rows; attention by heads, the vocabulary too.",
         ),
         Step("Same batch", "Every rank loads the same batch.", kinds=("load",)),
         Step(
