@@ -216,6 +216,14 @@ def test_what_is_no_run_s_id_is_refused(resume):
     assert refused.value.code == "bad_resume"
 
 
+@pytest.mark.parametrize("settings", [{"mode": "local_sgd"}, {"mode": "ddp", "compress": "powersgd"}])
+@pytest.mark.parametrize("asked", [{"save_every": 2}, {"resume": "run:2"}])
+def test_what_replicas_keep_each_for_itself_is_not_saved(settings, asked):
+    with pytest.raises(SpecError) as refused:
+        prepare(Spec(**settings, **asked))
+    assert (refused.value.code, refused.value.setting) == ("does_not_apply", next(iter(asked)))
+
+
 def test_a_folder_that_was_left_half_written_is_no_checkpoint(tmp_path):
     folder = checkpoints.folder_of(tmp_path / "run", 3)
     folder.mkdir(parents=True)
