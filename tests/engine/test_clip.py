@@ -28,7 +28,7 @@ NORM, CLIP, STEP = ("optimizer", "norm", "", 0), ("optimizer", "clip", "", 0), (
 
 @pytest.mark.parametrize("mode", CLIPPING)
 def test_alone_there_is_nobody_to_sum_with(mode):
-    settings = TEXT if mode in ("sequence", "context") else SMALL
+    settings = {"sequence": TEXT, "context": TEXT, "expert": TEXT | {"model": "moe"}}.get(mode, SMALL)
     assert tail(mode, 1, **settings)[:3] == [NORM, CLIP, STEP]
 
 
@@ -74,6 +74,7 @@ def test_without_it_nothing_is_planned():
         ("tensor", 2, TEXT),
         ("sequence", 2, TEXT),
         ("context", 2, TEXT),
+        ("expert", 2, TEXT | {"model": "moe"}),
     ],
 )
 def test_the_norm_is_that_of_all_gradients_together(mode, devices, settings, launcher, runs_dir):
