@@ -80,6 +80,8 @@ def main(words: list[str] | None = None) -> int:
         return commands.COMMANDS[arguments.command](arguments)
     except SpecError as error:
         print(f"error: {error}".replace("\n", " "), file=sys.stderr)
+        if error.picture:
+            print(error.picture, file=sys.stderr)
         return 2
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has left, as `head` does; nobody is there to be told

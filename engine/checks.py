@@ -11,6 +11,9 @@ from engine import schedules
 from engine.faults import FAULTS, WITH_PEERS, Fault
 from engine.modes.context.deal import num_chunks
 from engine.rules import SpecError
+from engine.schedules import given
+from engine.schedules.csv_form import ScheduleFileError
+from engine.schedules.messages import OrderError
 from engine.settings import (
     DATA_MODES,
     MAX_RING,
@@ -19,6 +22,7 @@ from engine.settings import (
     ONE_BUCKET_MB,
     ONE_PROCESS_MODES,
     SEVERAL_STAGES,
+    SPLIT_BACKWARD,
     STAGE_MODES,
     TENSOR_MODES,
     degrees,
@@ -55,7 +59,10 @@ def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
         return _check_degrees(spec)
     if spec.mode not in STAGE_MODES:
         return spec
-    if spec.mode == "pipeline":
+    if spec.schedule_file is not None:
+        spec = _check_schedule_file(spec, layers)
+        stages, enough = len(pipelines(spec)[0]), []
+    elif spec.mode == "pipeline":
         spec = _check_schedule(spec, layers)
         stages, enough = len(pipelines(spec)[0]), _enough_devices(spec, layers)
     else:
@@ -67,13 +74,18 @@ def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
         value = getattr(spec, setting)
         names = {"model": spec.model, "layers": len(layers), "stages": stages}
         raise SpecError("too_many_stages", setting, value, suggest=good, **names)
+    if spec.compile_stage == "torch_compile" and _has_halves(spec):
+        values = {"order": spec.schedule or "schedule-file"}
+        raise SpecError(
+            "compile_halves", "compile_stage", spec.compile_stage, suggest=("torchscript", "none"), **values
+        )
     balanced = balance([float(layer.flops) for layer in layers], stages)
     if spec.split is None:
         spec = spec.with_(split=balanced)
     elif len(spec.split) != stages or sum(spec.split) != len(layers) or min(spec.split) < 1:
         text = ",".join(map(str, balanced))
         raise SpecError("split_sum", "split", spec.split, suggest=[text], stages=stages, layers=len(layers))
-    return _check_microbatches(spec) if spec.mode == "pipeline" else spec
+    return _check_microbatches(spec) if spec.mode == "pipeline" and spec.schedule_file is None else spec
 
 
 def stages_per_rank(schedule: str) -> int:
@@ -82,7 +94,50 @@ def stages_per_rank(schedule: str) -> int:
 
 
 def pipelines(spec: Spec) -> list[range]:
+    if spec.schedule_file is not None:
+        return given.read(spec.schedule_file).pipelines
     return schedules.pipelines(spec.schedule, spec.devices, spec.stages_per_rank)
+
+
+def _check_schedule_file(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
+    """The order says how many devices, stages a device and microbatches there are; what is set must agree with it."""
+    if spec.schedule is not None:
+        raise SpecError("exclusive", "schedule", spec.schedule, other="schedule-file")
+    try:
+        found = given.read(spec.schedule_file)
+    except (ScheduleFileError, OrderError) as error:
+        reason, _, picture = str(error).partition("\n")
+        raise SpecError("bad_schedule_file", "schedule_file", reason.rstrip(":"), picture=picture) from None
+    wanted = {"devices": len(found.order), "stages_per_rank": found.stages_per_rank}
+    wanted["microbatches"] = found.num_microbatches
+    for name, number in wanted.items():
+        value = getattr(spec, name)
+        if value not in (None, number):
+            suggest = [] if number is None else [number]
+            raise SpecError("of_schedule_file", name, value, suggest=suggest, wanted=number or "1, 2, ...")
+    stages, count = len(found.pipelines[0]), found.num_microbatches
+    if stages > len(layers):
+        names = {"model": spec.model, "layers": len(layers)}
+        raise SpecError("stages_of_schedule_file", "schedule_file", stages, **names)
+    if spec.global_batch % count:
+        below = spec.global_batch // count * count
+        good = [batch for batch in (below, below + count) if batch]
+        raise SpecError("batch_of_schedule_file", "global_batch", spec.global_batch, suggest=good, microbatches=count)
+    return spec.with_(**wanted)
+
+
+def _has_halves(spec: Spec) -> bool:
+    """Whether backwards run in halves, for the input and for the weights."""
+    if spec.schedule_file is None:
+        return spec.schedule in SPLIT_BACKWARD
+    return any(action.kind == "backward_input" for row in given.read(spec.schedule_file).order for action in row)
+
+
+def check_rendezvous(spec: Spec) -> None:
+    """On GPUs a send waits for its receive, which an order that a person gave may not allow for."""
+    if stuck := given.blocked(spec.schedule_file):
+        reason, _, picture = stuck.partition("\n")
+        raise SpecError("blocked_on_gpus", "schedule_file", reason, picture=picture)
 
 
 def _check_schedule(spec: Spec, layers: tuple[Layer, ...]) -> Spec:

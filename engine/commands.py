@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import engine
-from engine import archive, export, modes, notation, sampling, tables
-from engine.job import count_gpus, prepare
+from engine import archive, checkpoints, export, modes, notation, sampling, tables
+from engine.job import count_gpus, lacks_compiler, prepare
 from engine.launch import LauncherError, open_handle, start
 from engine.rules import SpecError
 from engine.spec import MODES, WANTED, Spec
@@ -32,8 +32,25 @@ def spec_of(arguments: argparse.Namespace) -> Spec:
     base = Spec.from_file(arguments.spec) if arguments.spec else Spec()
     names = [f.name for f in dataclasses.fields(Spec)]
     given = {name: value for name in names if (value := getattr(arguments, "set_" + name)) is not None}
+    if "schedule_file" in given:  # on the command line a file, everywhere else its text
+        given["schedule_file"] = _text_of("schedule_file", given["schedule_file"])
+        if "devices" not in given and not arguments.spec:
+            given["devices"] = str(len(given["schedule_file"].strip().splitlines()))
     asked = Spec.from_params(given)
+    if asked.resume is not None and not arguments.spec:  # then what must be as it was is so by itself
+        base = base.with_(**checkpoints.settings(asked.resume, _runs_dir(arguments)))
     return base.with_(**{name: getattr(asked, name) for name in given})
+
+
+def _text_of(setting: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise SpecError("no_file", setting, f"{path}: {error}") from None
+
+
+def _runs_dir(arguments: argparse.Namespace) -> Path:
+    return Path(getattr(arguments, "runs_dir", None) or archive.RUNS)
 
 
 def show_modes(arguments: argparse.Namespace) -> int:
@@ -61,7 +78,7 @@ def simulate(arguments: argparse.Namespace) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train for real, in one process a device, and compare with the prediction"""
-    handle = start(spec_of(arguments), runs_dir=arguments.runs_dir or archive.RUNS)
+    handle = start(spec_of(arguments), runs_dir=_runs_dir(arguments))
     signal.signal(signal.SIGTERM, lambda *_: handle.stop())
     try:
         tables.follow(handle, show=not arguments.json)
@@ -100,7 +117,7 @@ def _whole(setting: str, text: str, low: int = 1, high: int = MAX_DEALT) -> int:
 
 def list_runs(arguments: argparse.Namespace) -> int:
     """List the runs there are, newest first"""
-    runs = archive.list_runs(arguments.runs_dir or archive.RUNS)
+    runs = archive.list_runs(_runs_dir(arguments))
     if arguments.json:
         return _print_json({"runs": runs})
     print(tables.runs(runs))
@@ -109,7 +126,7 @@ def list_runs(arguments: argparse.Namespace) -> int:
 
 def show(arguments: argparse.Namespace) -> int:
     """Show one run: its state, its numbers, its proof"""
-    handle = open_handle(_run_id(arguments), arguments.runs_dir or archive.RUNS)
+    handle = open_handle(_run_id(arguments), _runs_dir(arguments))
     if arguments.plan:
         print(notation.format_plan(modes.plan(prepare(archive.read_spec(handle.run_dir)))))
         return 0
@@ -125,7 +142,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 def export_run(arguments: argparse.Namespace) -> int:
     """Write a run as a Perfetto trace, a page that plays offline, or a CSV of its spans"""
-    folder = open_handle(_run_id(arguments), arguments.runs_dir or archive.RUNS).run_dir
+    folder = open_handle(_run_id(arguments), _runs_dir(arguments)).run_dir
     if arguments.format not in FORMATS:
         raise SpecError("unknown_name", "format", arguments.format, suggest=FORMATS)
     if arguments.language not in LANGUAGES:
@@ -162,6 +179,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         "packages": {name: _version(name) for name in wanted},
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "gpus": count_gpus(),
+        "torch_compile_lacks": lacks_compiler(),
     }
     try:
         spec = Spec(mode="ddp", devices=2, model="mlp", dataset="synthetic", steps=3, device="cpu")
@@ -192,7 +210,7 @@ COMMANDS = {
 def _run_id(arguments: argparse.Namespace) -> str:
     if arguments.run_id != "last":
         return arguments.run_id
-    runs = archive.list_runs(arguments.runs_dir or archive.RUNS)
+    runs = archive.list_runs(_runs_dir(arguments))
     if not runs:
         raise SpecError("no_run", "run_id", "last")
     return runs[0]["run_id"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from engine import modes
+from engine import checkpoints, modes
 from engine.analyse import bubble_fraction, bubble_over_ideal, exposed_communication_fraction
 from engine.archive import read_json, read_status, read_steps, write_json
 from engine.conform import conform
@@ -51,6 +51,8 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
         "device_kind": job.spec.device,
         "steps": done,
         "total_steps": job.steps,
+        "first_step": job.first_step,
+        "checkpoints": checkpoints.steps_of(folder),
         "warmup_steps": steady.start,
         "step_time": step_time,
         "predicted_step_time": predict(job.spec).step_time,
@@ -60,6 +62,7 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
         "local_losses": local_losses(steps, done),
         "repeated_orders": repeated_orders(steps),
         "grad_norms": [steps[0][s].get("grad_norm") for s in range(done)] if job.spec.clip is not None else None,
+        "evaluations": [row["evaluation"] for row in steps[0][:done] if "evaluation" in row],
         "validation_accuracy": read_json(validation)["accuracy"] if validation.exists() else None,
         "parity": _parity(folder, job, state, done),
         "conformance": conformance,

@@ -7,12 +7,22 @@ import itertools
 import math
 import os
 import re
+import shutil
+import sysconfig
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from engine import datasets, schedules
-from engine.checks import check_batch, check_compression, check_fault, check_mode, nearest, pipelines
+from engine import checkpoints, datasets, schedules
+from engine.checks import (
+    check_batch,
+    check_compression,
+    check_fault,
+    check_mode,
+    check_rendezvous,
+    nearest,
+    pipelines,
+)
 from engine.faults import parse_fault
 from engine.plan import AXES
 from engine.rules import SpecError
@@ -56,6 +66,7 @@ class Job:
     batches_per_epoch: int
     # Of each rank, the tokens that its routers gave to each expert in a step, by block; None: as many to each.
     routed: tuple[dict[str, list[int]], ...] | None = None
+    first_step: int = 0  # where a run that resumes goes on; `steps` are those that it has left
 
     def degree(self, axis: str) -> int:
         """How many coordinates the mesh has on `axis`; 1 where it does not have it."""
@@ -133,6 +144,8 @@ def prepare(spec: Spec) -> Job:
     defaults |= {k: v for k, v in MODE_SETTINGS[spec.mode].items() if getattr(spec, k) is None and v is not None}
     if spec.compress == "powersgd":
         defaults |= {"bucket_mb": ONE_BUCKET_MB, "compress_rank": spec.compress_rank or POWERSGD_RANK}
+    if spec.schedule_file is not None:
+        defaults.pop("schedule", None)  # the order is in the file
     if spec.lr is None:
         defaults["lr"] = LEARNING_RATES[spec.optimizer]
     if spec.dataset is None:
@@ -156,12 +169,34 @@ def prepare(spec: Spec) -> Job:
     if spec.steps is not None and spec.epochs is not None:
         raise SpecError("exclusive", "steps", spec.steps, other="epochs")
     batches = num_train // spec.global_batch
-    steps = spec.epochs * batches if spec.epochs is not None else spec.steps or DEFAULT_STEPS
+    _check_saved(spec)
+    first_step = _first_step(spec)
+    steps = spec.epochs * batches if spec.epochs is not None else spec.steps or first_step + DEFAULT_STEPS
+    if steps <= first_step:
+        setting, value = ("epochs", spec.epochs) if spec.epochs is not None else ("steps", spec.steps)
+        good = first_step // batches + 1 if spec.epochs is not None else first_step + DEFAULT_STEPS
+        raise SpecError("resume_ends", setting, value, suggest=[good], run=spec.resume, done=first_step)
     fault = parse_fault(spec.fault)
     if fault:
-        check_fault(spec, fault, steps)
+        check_fault(spec, fault, steps - first_step)
     sample_bytes = 2 * 8 * spec.context if spec.model in TOKEN_MODELS else layers[0].item * 28 * 28 + 8
-    return Job(spec, layers, sample_bytes, num_train, num_validation, steps, batches)
+    return Job(
+        spec, layers, sample_bytes, num_train, num_validation, steps - first_step, batches, first_step=first_step
+    )
+
+
+def _check_saved(spec: Spec) -> None:
+    """A checkpoint has one copy of each parameter and its moments: not what replicas keep each for itself."""
+    apart = "the mode local_sgd" if spec.mode == "local_sgd" else "compress powersgd"
+    if spec.mode == "local_sgd" or spec.compress == "powersgd":
+        for name in ("save_every", "resume"):
+            if getattr(spec, name) is not None:
+                raise SpecError("does_not_apply", name, getattr(spec, name), to=apart)
+
+
+def _first_step(spec: Spec) -> int:
+    """Steps done when a run begins, as far as the spec names the one checkpoint that is meant."""
+    return 0 if spec.resume is None else checkpoints.parse(spec.resume)[1] or 0
 
 
 def prepare_real(spec: Spec) -> Job:
@@ -171,9 +206,14 @@ def prepare_real(spec: Spec) -> Job:
         raise SpecError("planned_only", "schedule", spec.schedule, suggest=_schedules_instead(spec))
     _check_torch(job.spec.mode)
     devices, found = job.spec.devices, count_gpus()
+    if job.spec.schedule_file is not None and found and spec.device != "cpu":
+        check_rendezvous(job.spec)
     if devices > MAX_REAL_DEVICES:
         fewer = _at_most(MAX_REAL_DEVICES, job.spec)
         raise SpecError("cannot_run_here", "devices", devices, suggest=[fewer], high=MAX_REAL_DEVICES)
+    if job.spec.compile_stage == "torch_compile" and (missing := lacks_compiler()):
+        suggest = ("torchscript", "none")
+        raise SpecError("no_compiler", "compile_stage", spec.compile_stage, suggest=suggest, missing=missing)
     if spec.device == "cuda" and not found:
         raise SpecError("no_gpu", "device", "cuda", suggest=["cpu"], found=0)
     if spec.device != "cpu" and 0 < found < devices:
@@ -192,6 +232,15 @@ def _check_torch(mode: str) -> None:
         code = "old_torch_gloo" if mode in REDUCE_SCATTER_MODES else "old_torch"
         floor = ".".join(map(str, TORCH_FLOOR))
         raise SpecError(code, "mode", version, mode=mode, floor=floor)
+
+
+def lacks_compiler() -> str | None:
+    """What torch.compile would look for here and not find: it writes C++, on GPUs a launcher, and has it compiled."""
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        return "a C++ compiler"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        return "the headers of Python"
+    return None
 
 
 def count_gpus() -> int:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine import archive
+from engine import archive, checkpoints
 from engine.archive import RUNS
 from engine.job import Job, prepare_real
 from engine.spec import Spec
@@ -34,7 +34,10 @@ POLL = 0.02  # seconds between looks at a run folder while somebody waits
 
 def start(spec: Spec, runs_dir: str | Path = RUNS, launcher: Launcher | None = None) -> Handle:
     """Begin a real run and return at once. Raises SpecError when it cannot be run here."""
-    return (launcher or default_launcher()).start(prepare_real(spec), runs_dir)
+    job = prepare_real(spec)
+    if spec.resume is not None:
+        job = prepare_real(checkpoints.resolve(job, runs_dir))
+    return (launcher or default_launcher()).start(job, runs_dir)
 
 
 def open_handle(run_id: str, runs_dir: str | Path = RUNS) -> Handle:

@@ -10,6 +10,7 @@ from engine.analyse import bubble_fraction, bubble_over_ideal, exposed_communica
 from engine.cost.machine import machine
 from engine.job import Job, prepare
 from engine.plan import Plan
+from engine.schedules import given
 from engine.simulate import Simulation, simulate
 from engine.spec import Spec
 from engine.timeline import Timeline
@@ -51,6 +52,7 @@ class Prediction:
             "peak_memory": simulation.per_rank(simulation.peak_memory),
             "peak_in_flight": simulation.per_rank(simulation.peak_in_flight),
             "bytes_sent": [round(sent) for sent in simulation.per_rank(simulation.bytes_sent)],
+            "blocked_on_gpus": given.blocked(file) if (file := self.job.spec.schedule_file) is not None else None,
         }
 
 

@@ -13,11 +13,21 @@ from engine.schedules.rules import SENTENCES
 class SpecError(ValueError):
     """A wrong setting: the rule, the value, and the nearest values that work.
 
-    `code` and `values` let a page say the same in another language; `str(error)` is the English sentence.
+    `code` and `values` let a page say the same in another language; `str(error)` is the English sentence. `picture` are
+    lines that show where it is wrong, if there are any.
     """
 
-    def __init__(self, code: str, setting: str, value: Any = None, *, suggest: typing.Iterable = (), **values: Any):
-        self.code, self.setting, self.value = code, setting, value
+    def __init__(
+        self,
+        code: str,
+        setting: str,
+        value: Any = None,
+        *,
+        suggest: typing.Iterable = (),
+        picture: str = "",
+        **values: Any,
+    ):
+        self.code, self.setting, self.value, self.picture = code, setting, value, picture
         self.suggest = tuple(suggest)
         self.values = {
             "setting": setting.replace("_", "-"),
@@ -72,6 +82,17 @@ RULES = {
     "old_torch_gloo": "The mode {mode} needs torch {floor} or newer: older ones have no reduce_scatter on gloo, or no "
     "average in it; this is {value}. It can still be simulated.",
     "planned_only": "PyTorch has no schedule {value}, so it is planned and simulated, and cannot run.",
+    "bad_schedule_file": "The order in {setting} cannot be run: {value}.",
+    "of_schedule_file": "The order in schedule-file is for {setting} {wanted}; {setting} is {value}.",
+    "batch_of_schedule_file": "The order in schedule-file has {microbatches} microbatches, which must divide "
+    "global-batch; it is {value}.",
+    "stages_of_schedule_file": "The order in {setting} has {value} stages, each of them with a layer; "
+    "{model} has {layers}.",
+    "compile_halves": "torch.compile makes one piece of a stage's backward, and this order ({order}) runs it in two "
+    "halves; {setting} is {value}.",
+    "no_compiler": "{setting} {value} needs {missing}, which this machine lacks.",
+    "blocked_on_gpus": "The order in {setting} cannot be run on GPUs, where a send waits for its receive: {value}. "
+    "Use device cpu.",
     "split_sum": "split must give each of the {stages} stages at least one layer and add up to the model's {layers} "
     "layers; it is {value}.",
     "degree_divides": "{setting} must divide the number of devices ({devices}); it is {value}.",
@@ -97,6 +118,13 @@ RULES = {
     "not_recorded": "The run {value} has no timeline: it has not ended, or nothing was recorded.",
     "cannot_write": "The file given as {setting} cannot be written: {value}.",
     "command_line": "The command line is not right: {value}. See --help.",
+    "bad_resume": "resume is a run's id (letters, digits, dashes and underscores), or RUN_ID:STEP; {value} is not.",
+    "no_checkpoint": "A run can be resumed from what it has saved (save-every); there is nothing saved as {value}.",
+    "resume_differs": "A training that resumes {run} goes on with what it was begun with: there {setting} is {saved}; "
+    "here it is {value}.",
+    "resume_parameters": "The checkpoint {value} is of another model: these parameters differ: {parameters}.",
+    "resume_ends": "{setting} counts from the beginning of the training, and {run} has done {done} steps already; "
+    "{setting} is {value}.",
     "bad_run_id": "A run id is letters, digits, dashes and underscores; {value} is not.",
     **SENTENCES,
 }

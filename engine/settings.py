@@ -29,7 +29,15 @@ MODE_SETTINGS = {
     "hsdp": {"dp": None, "fsdp": None},
     "local_sgd": {"sync_every": 4},
     "layer_split": {"split": None},
-    "pipeline": {"microbatches": None, "schedule": "1f1b", "receives": "late", "split": None, "stages_per_rank": None},
+    "pipeline": {
+        "microbatches": None,
+        "schedule": "1f1b",
+        "receives": "late",
+        "split": None,
+        "stages_per_rank": None,
+        "schedule_file": None,
+        "compile_stage": "none",
+    },
     "tensor": {},
     "sequence": {},
     "context": {"attention": "ring", "balance": None, "bucket_mb": 25.0},
@@ -113,6 +121,7 @@ TORCH_FLOOR = (2, 11)  # the oldest that runs are tested with
 REDUCE_SCATTER_MODES = ("zero2", "fsdp", "hsdp", "sequence")  # what gloo could not do before torch 2.8 (pytorch#149869)
 PLANNED_ONLY = ("zb_h2", "dualpipe")  # schedules that PyTorch does not have
 MAX_RING = 64  # ranks: every one takes as many turns, in every layer
+SPLIT_BACKWARD = ("interleaved_zero_bubble", "zb_h2", "zbv", "dualpipev", "dualpipe")  # a backward is two ops
 SEVERAL_STAGES = 2  # on a device, where the schedule leaves it open
 LEARNING_RATES = {"sgd": 0.05, "adamw": 0.002}
 DEFAULT_STEPS = 20

@@ -50,6 +50,7 @@ RECOMPUTE = ("none", "selective", "full")
 COMPRESS = ("none", "fp16", "powersgd")
 ATTENTIONS = ("ring", "all_gather", "ulysses")
 BALANCES = ("head_tail", "none")
+STAGE_COMPILERS = ("none", "torchscript", "torch_compile")
 OPTIMIZERS = ("sgd", "adamw")
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -80,6 +81,10 @@ class Spec:
     global_batch: int = _setting(64, "samples in one optimizer step, over all devices", low=1, high=1_048_576)
     microbatches: int | None = _setting(None, "pieces a batch is cut into (pipeline)", low=1, high=65_536)
     schedule: str | None = _setting(None, "order of a pipeline's microbatches", choices=SCHEDULES)
+    schedule_file: str | None = _setting(
+        None,
+        "an order as CSV in PyTorch's form, instead of a schedule: on the command line a file, else its text",
+    )
     stages_per_rank: int | None = _setting(
         None, "stages on each device, in the schedules that can have several (pipeline)", low=1, high=64
     )
@@ -88,6 +93,9 @@ class Spec:
         "when a pipeline's ranks receive, in its plan: just before what needs it, as in PyTorch, where receives run in "
         "the background; or as soon as it is sent, as if they blocked",
         choices=RECEIVES,
+    )
+    compile_stage: str | None = _setting(
+        None, "compile what a stage computes; it does not make a pipeline of it (pipeline)", choices=STAGE_COMPILERS
     )
     split: tuple[int, ...] | None = _setting(None, "layers of each stage, by hand: 2,1,1 (layer_split, pipeline)")
     dp: int | None = _setting(None, "replicas of the model", low=1, high=MAX_DEVICES)
@@ -138,6 +146,15 @@ class Spec:
     record: bool = _setting(True, "record every op of a real run")
     timeout: float = _setting(
         60.0, "seconds that a rank waits for another before it takes it for lost", low=1.0, high=3600.0
+    )
+    evaluate_every: int | None = _setting(
+        None, "optimizer steps from one look at the validation samples to the next", low=1, high=1_000_000
+    )
+    save_every: int | None = _setting(
+        None, "optimizer steps from one checkpoint to the next; none are made without it", low=1, high=1_000_000
+    )
+    resume: str | None = _setting(
+        None, "go on from a run's last checkpoint: RUN_ID, or from the one after a step: RUN_ID:STEP"
     )
     fault: str | None = _setting(
         None,

@@ -77,6 +77,11 @@ def prediction(summary: dict[str, Any]) -> str:
                 ("sent", each_rank(summary["bytes_sent"], size)),
             ]
         )
+        + (
+            f"\n  on GPUs, where a send waits for its receive, {blocked}"
+            if (blocked := summary["blocked_on_gpus"])
+            else ""
+        )
     )
 
 
@@ -136,7 +141,8 @@ def result(values: dict[str, Any], run_dir: Path) -> str:
     losses = [loss for loss in values["losses"] if loss is not None]
     lines = [
         ("run", f"{values['run_id']}  {values['status']}"),
-        ("steps", f"{values['steps']} of {values['total_steps']}"),
+        ("steps", f"{values['steps']} of {values['total_steps']}" + _resumed(values)),
+        ("checkpoints", ", ".join(f"after {step} steps" for step in values.get("checkpoints", [])) or "-"),
         ("step time", seconds(step) + off),
         ("samples/s", "-" if values["samples_per_second"] is None else f"{values['samples_per_second']:.4g}"),
         *_batches(values),
@@ -144,6 +150,7 @@ def result(values: dict[str, Any], run_dir: Path) -> str:
         ("local loss, last step", each_rank([r[-1] for r in values.get("local_losses", []) if r], _loss)),
         *_orders(values.get("repeated_orders", [])),
         ("validation accuracy", percent(values["validation_accuracy"])),
+        *([("validation", _evaluation(found[-1], len(found)))] if (found := values.get("evaluations")) else []),
         ("equals one device", _verdict(parity["ok"]) + _parity(parity)),
         ("ops as planned", _verdict(conformance["ok"]) + _conformance(conformance)),
         *_bubbles(values),
@@ -154,6 +161,16 @@ def result(values: dict[str, Any], run_dir: Path) -> str:
     ]
     head = f"{values['mode']} on {values['devices']} {values['device_kind']} devices"
     return head + "\n" + rows(lines) + (f"\n{failure(values['error'])}" if values["error"] else "")
+
+
+def _resumed(values: dict[str, Any]) -> str:
+    done = values.get("first_step")
+    return f", after the {done} of {values['spec']['resume'].partition(':')[0]}" if done else ""
+
+
+def _evaluation(last: dict[str, Any], count: int) -> str:
+    loss = "-" if last["loss"] is None else f"{last['loss']:.4f}"
+    return f"loss {loss}, accuracy {percent(last['accuracy'])} after {last['step']} steps; {count} in all"
 
 
 def _verdict(ok: bool | None) -> str:
@@ -218,6 +235,7 @@ def doctor(report: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {version or 'MISSING'}" for name, version in report["packages"].items())
     checks = ", ".join(f"{name} {'ok' if ok else 'FAILED'}" for name, ok in report["checks"].items())
     lines = [("python", report["python"]), ("packages", packages), ("cores", str(report["cores"]))]
+    lines += [("torch.compile", f"needs {lacking}" if (lacking := report["torch_compile_lacks"]) else "can be used")]
     lines += [("gpus", str(report["gpus"])), ("ddp on 2 CPU ranks", checks)]
     return rows(lines) + (f"\n{failure(report['error'])}" if report["error"] else "")
 

@@ -28,22 +28,27 @@ def _given(inputs: np.ndarray, spec: Spec) -> torch.Tensor:
 
 
 class Batches:
-    """Step -> (inputs, targets) of one replica. Samples that do not fill a whole batch are left out of an epoch."""
+    """Step of this run -> (inputs, targets) of one replica; a run that resumes goes on where the other one stopped.
+
+    Samples that do not fill a whole batch are left out of an epoch.
+    """
 
     def __init__(self, job: Job, replica: int, replicas: int, device: torch.device):
         spec = job.spec
+        self.replica, self.replicas = replica, replicas
         kind = "token" if spec.model in TOKEN_MODELS else "image"
         data = datasets.load(spec.dataset, kind=kind, data_dir=spec.data_dir, context=spec.context, seed=spec.seed)
         self.x, self.y = _given(data.train_x, spec), torch.from_numpy(data.train_y)
         self.validation = _given(data.validation_x, spec), torch.from_numpy(data.validation_y)
         self.size, self.per_epoch, self.device = spec.global_batch // replicas, job.batches_per_epoch, device
         self.sampler = DistributedSampler(range(len(self.x)), replicas, replica, seed=spec.seed, drop_last=True)
+        self.first_step = job.first_step
         self.epoch, self.order = -1, torch.empty(0, dtype=torch.long)
         self.forgets = faults.of_rank(parse_fault(spec.fault), replica) == "order"
 
     def __call__(self, step: int, piece: int = 0, pieces: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """The batch of a step, or one of the equal pieces that it is cut into."""
-        epoch, batch = divmod(step, self.per_epoch)
+        epoch, batch = divmod(self.first_step + step, self.per_epoch)
         if epoch != self.epoch:
             if not self.forgets:
                 self.sampler.set_epoch(epoch)
@@ -53,3 +58,8 @@ class Batches:
         first = batch * self.size + piece * size
         chosen = self.order[first : first + size]
         return self.x[chosen].to(self.device), self.y[chosen].to(self.device)
+
+    def of_validation(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(inputs, targets) of validation samples, by their places."""
+        inputs, targets = self.validation
+        return inputs[chosen].to(self.device), targets[chosen].to(self.device)

@@ -98,7 +98,12 @@ class Parity:
         why = by_design(self.job)
         known = [None]
         if self.place.rank == 0:
-            known = [[one_device(self.job, self.steps), *(simulated(self.job, self.steps) if why else ())]]
+            known = [
+                [
+                    one_device(self.job, self.steps, self.place.run_dir),
+                    *(simulated(self.job, self.steps) if why else ()),
+                ]
+            ]
         if self.place.world_size > 1:
             dist.broadcast_object_list(known)
         reference, *of_ranks = known[0]

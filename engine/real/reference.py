@@ -6,12 +6,13 @@ as it has, each with its own part of the batch, and between them just what the m
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from engine.job import Job
-from engine.real import models
+from engine.real import checkpoint, models
 from engine.real.data import Batches
 from engine.real.powersgd import PowerSGD
 
@@ -70,8 +71,12 @@ class Replica:
         return self.trained._replace(parameters={name: p.detach() for name, p in self.model.named_parameters()})
 
 
-def one_device(job: Job, steps: int) -> Trained:
+def one_device(job: Job, steps: int, run_dir: Path) -> Trained:
+    """Of a run that resumes: from the same checkpoint, with its optimizer state."""
     alone = Replica(job, 0, 1)
+    if job.spec.resume is not None:
+        held = dict(alone.model.named_parameters())
+        checkpoint.restore(run_dir, job, held, alone.optimizer, alone=True)
     for step in range(steps):
         alone.make_gradients(step)
         alone.update()

@@ -6,15 +6,19 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from engine.job import Job
 from engine.real.recorder import Recorder
+
+if TYPE_CHECKING:
+    from engine.real.data import Batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +40,15 @@ class Training(Protocol):
     """
 
     optimizer: torch.optim.Optimizer
+    batches: Batches | None  # None on a rank that has neither the first layer nor the last
 
     def make_gradients(self, step: int) -> float | None:
         """Load a batch, run forward and backward and all communication of gradients. The mean loss over this rank's
         samples, or None where no loss is computed."""
+
+    def outputs(self, inputs: torch.Tensor | None, samples: int) -> torch.Tensor | None:
+        """Forward only, under `no_grad`, of `samples` samples of this rank's replica: the model's output where the last
+        layer is, else None. Collective; nothing of the training changes. `inputs` is None where `batches` is."""
 
     def held(self) -> dict[str, nn.Parameter]:
         """The parameters that this rank holds, or holds a shard of, by their name in the whole model."""
@@ -67,6 +76,21 @@ def mark_updates(optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the CPU of the whole tensor; collective where it is sharded."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+
+
+def _forget_forward(module: FSDPModule) -> None:
+    """As if the module had not gone forward: no backward follows.
+
+    What it keeps gathered for one would be out of date after the next update. And it has noted its turn, with or
+    without gradients, so that a later backward would prefetch by turns that are over: one gather too many.
+    """
+    module.reshard()
+    state = module._get_fsdp_state()
+    # torch before 2.13 has one group a module, or none.
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    for group in filter(None, groups):
+        group._post_forward_indices.clear()
+        group.comm_ctx.post_forward_order.clear()
 
 
 class LocalTraining:
@@ -98,6 +122,13 @@ class LocalTraining:
         loss = self.chain.loss(self.callee(inputs), targets) / count
         self.chain.backward(loss)
         return loss.item()
+
+    def outputs(self, inputs: torch.Tensor, samples: int) -> torch.Tensor:
+        output = self.chain(inputs)
+        for module in self.chain.modules():
+            if isinstance(module, FSDPModule):
+                _forget_forward(module)
+        return output
 
     def held(self) -> dict[str, nn.Parameter]:
         return dict(self.chain.named_parameters())

@@ -21,9 +21,10 @@ import torch.distributed as dist
 from engine import modes
 from engine.faults import parse_fault
 from engine.job import Job, prepare
-from engine.real import agree, faults, models
+from engine.real import agree, checkpoint, faults, models
 from engine.real.clip import clip
 from engine.real.data import Batches
+from engine.real.evaluation import evaluate
 from engine.real.parity import Parity
 from engine.real.recompute import recompute
 from engine.real.recorder import Recorder
@@ -54,6 +55,8 @@ def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") 
             kind = faults.of_rank(fault, rank)
             agree.check(faults.altered(job, kind), place, scale=2.0 if kind == "weights" else 1.0)
         training = modes.run(job.spec.mode).training(job, place)
+        if job.spec.resume is not None:
+            checkpoint.restore(place.run_dir, job, training.held(), training.optimizer)
         if job.spec.recompute not in (None, "none"):
             recompute(training.chain, job)
         mark_updates(training.optimizer, recorder)
@@ -64,10 +67,17 @@ def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") 
                     recorder.flush()
                     return training
                 line = _one_step(job, place, training, parity, step)
+                done = job.first_step + step + 1
+                if job.spec.evaluate_every is not None and done % job.spec.evaluate_every == 0:
+                    recorder.doing = "evaluation"
+                    line["evaluation"] = {"step": done, **evaluate(job, place, training)}
                 steps.write(json.dumps(line) + "\n")
                 steps.flush()
                 if step + 1 == parity.steps:
                     parity.compare()
+                if job.spec.save_every is not None and done % job.spec.save_every == 0:
+                    recorder.doing = "checkpoint"
+                    checkpoint.save(folder, job, done, training.held(), training.optimizer)
         recorder.flush()
         _validate(job, place, training)
     except Exception as error:

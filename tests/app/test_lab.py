@@ -107,6 +107,19 @@ def test_a_schedule_that_pytorch_lacks_is_predicted_and_the_button_says_why_it_c
     assert "PyTorch has no schedule zb_h2" in app.button(key="run").help
 
 
+def test_an_order_as_csv_takes_the_place_of_a_schedule_and_is_explained_where_it_is_wrong(lab: Lab):
+    app = lab("mode=pipeline&schedule=gpipe&machine=unit")
+    app.text_area(key="set-schedule-file").set_value("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1").run()
+    assert not app.error and "set-schedule" not in keys(app)
+    assert app.number_input(key="set-microbatches").value == 2
+    assert numbers(app)["Predicted step"] == "9 s"  # 2 x 3 s of work, 3 s to fill and drain
+    app.text_area(key="set-schedule-file").set_value("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0").run()
+    assert "these ranks wait for each other" in app.error[0].value
+    assert "> 1F1" in app.code[0].value
+    app.text_area(key="set-schedule-file").set_value("").run()
+    assert app.selectbox(key="set-schedule").value == "gpipe"
+
+
 def test_a_setting_that_returns_to_its_default_leaves_the_link(lab: Lab):
     app = lab("devices=4")
     app.number_input(key="set-devices").set_value(2).run()

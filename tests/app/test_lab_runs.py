@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from engine import archive, launch
+from engine import archive, checkpoints, launch
+from engine.job import prepare
 from engine.spec import Spec
 from tests.app.reading import query, words
 
@@ -170,6 +171,21 @@ def test_new_run_goes_back_to_the_prediction(lab: Lab, record: Callable[..., Pat
     app.button(key="clear").click().run()
     assert query(app) == {"devices": "4"}
     assert len(app.metric) == 5
+
+
+def test_a_run_that_has_saved_is_gone_on_with_from_its_last_checkpoint(lab: Lab, record: Callable[..., Path]):
+    spec = Spec(devices=4, steps=6, save_every=3)
+    folder = record(spec)
+    for step in (3, 6):
+        saved = checkpoints.folder_of(folder, step)
+        saved.mkdir(parents=True)
+        checkpoints.describe(saved, prepare(spec), step, {})
+    app = lab(f"run={folder.name}")
+    app.button(key="resume").click().run()
+    assert query(app) == {"devices": "4", "save-every": "3", "resume": f"{folder.name}:6"}
+    assert app.number_input(key="set-steps").value == 26  # counted from the beginning
+    resumed = record(Spec(devices=2, resume=f"{folder.name}:6"))
+    assert f"Goes on after step 6 of the run {folder.name}" in words(lab(f"run={resumed.name}"))
 
 
 def test_a_run_without_recorded_ops_has_no_measured_picture(lab: Lab, record: Callable[..., Path]):

@@ -89,7 +89,10 @@ WRONG = [
     ("simulate --devices 3", "Try: 63, 66."),
     ("simulate --mode pipeline --devices 2 --microbatches 5", "Try: 2, 4, 8."),
     ("simulate --mode layer_split --devices 9", "Try: 4."),
-    ("simulate --mode tensor --model gpt --hidden 56 --heads 28 --devices 8", "Try: 1, 2, 4, 7, 14, 28."),
+    (
+        "simulate --mode tensor --model gpt --hidden 56 --heads 28 --devices 8",
+        "vocabulary 144), so devices must divide it; devices is 8. Try: 1, 2, 4.",
+    ),
     ("simulate --mode sequence", "Try: gpt."),
     ("simulate --mode ddp --schedule gpipe", "does not apply to the mode ddp"),
     ("simulate --machine abacus", "local"),

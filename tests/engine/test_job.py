@@ -22,7 +22,7 @@ def test_a_job_has_every_setting_that_applies_and_no_other(mode, model):
     resolved = prepare(Spec(mode=mode, model=model, devices=devices)).spec
     for settings, own in ((MODEL_DEFAULTS, model), (MODE_SETTINGS, mode)):
         for name in {name for of in settings.values() for name in of}:
-            asked_for = ("clip", "compress_rank")  # these are nothing unless they are
+            asked_for = ("clip", "compress_rank", "schedule_file")  # these are nothing unless they are
             given = name in settings[own] and name not in asked_for
             assert (getattr(resolved, name) is not None) == given, name
     assert resolved.dataset is not None

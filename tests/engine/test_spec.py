@@ -181,6 +181,29 @@ MALFORMED = [
 BAD_FAULTS = ["raise", "raise@1", "raise@1:x", "raise@-1:3", "sleep@1:3", "RAISE@1:3", "@1:3", "raise@1:3:1"]
 BAD_FAULTS += ["slow@1:3", "slow@1:3:99", "slow@1:3:-1", "slow@1:3:nan", "slow@1:3:inf"]
 MALFORMED += [({"fault": text}, "bad_fault", "fault") for text in BAD_FAULTS]
+MALFORMED += [({"resume": text}, "bad_resume", "resume") for text in ("../x", "a b", "run:x")]
+MALFORMED += [
+    ({"resume": "run:20", "steps": "20"}, "resume_ends", "steps"),
+    ({"resume": "run:50", "epochs": "2"}, "resume_ends", "epochs"),
+]
+MALFORMED += [
+    ({"mode": "pipeline", "schedule": "zb_h2", "compile-stage": "torch_compile"}, "compile_halves", "compile_stage")
+]
+ORDER = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"  # two ranks, a stage each, two microbatches
+FILED = {"mode": "pipeline", "schedule-file": ORDER}
+MALFORMED += [
+    (FILED | {"devices": "4"}, "of_schedule_file", "devices"),
+    (FILED | {"microbatches": "4"}, "of_schedule_file", "microbatches"),
+    (FILED | {"stages-per-rank": "2"}, "of_schedule_file", "stages_per_rank"),
+    (FILED | {"global-batch": "63"}, "batch_of_schedule_file", "global_batch"),
+    (FILED | {"schedule": "gpipe"}, "exclusive", "schedule"),
+    (FILED | {"schedule-file": "0F0,0B0\n1F0,1F0"}, "bad_schedule_file", "schedule_file"),
+    (
+        {"mode": "pipeline", "devices": "1", "schedule-file": "0F0,1F0,2F0,3F0,4F0,4B0,3B0,2B0,1B0,0B0"},
+        "stages_of_schedule_file",
+        "schedule_file",
+    ),
+]
 CASES = RANGES + NAMES + JOINED + MALFORMED
 
 
@@ -250,9 +273,12 @@ def test_sentences_read_as_a_person_would_say_them():
 
 
 def test_every_rule_that_a_spec_can_break_is_among_the_cases():
-    source = "".join((ROOT / "engine" / name).read_text() for name in ("spec.py", "faults.py", "job.py", "checks.py"))
+    files = ("spec.py", "faults.py", "job.py", "checks.py", "checkpoints.py")
+    source = "".join((ROOT / "engine" / name).read_text() for name in files)
     raised = set(re.findall(r'SpecError\(\s*"(\w+)"', source)) | SENTENCES.keys()
     elsewhere = {"not_json", "no_file", "no_gpu", "more_ranks_than_gpus", "cannot_run_here", "planned_only"}  # below
+    elsewhere |= {"blocked_on_gpus", "no_compiler"}  # in test_schedule_file.py
+    elsewhere |= {"no_checkpoint", "resume_differs", "resume_parameters"}  # in test_checkpoint.py
     assert raised - elsewhere == {code for _, code, _ in CASES}
     assert raised <= RULES.keys()
 

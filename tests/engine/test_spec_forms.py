@@ -137,6 +137,10 @@ def random_spec(draw: random.Random) -> Spec:
             values[field.name] = tuple(draw.randint(1, 9) for _ in range(draw.randint(1, 5)))
         elif field.name == "fault":
             values[field.name] = draw.choice(("raise@1:3", "slow@0:2:0.25", "gradient@3:0"))
+        elif field.name == "resume":
+            values[field.name] = draw.choice(("20260101-120000-ddp2-abcd", "run:6", "last"))
+        elif field.name == "schedule_file":
+            values[field.name] = draw.choice(("0F0,0B0\n", "0F0,0B0\n1F0,1B0\n"))
         elif field.name == "data_dir":
             values[field.name] = draw.choice(("data", "a b", "数据/mnist", "x&y=z", "None"))
         elif field.name == "machine":

@@ -246,6 +246,14 @@ def test_losses_leave_out_what_is_not_a_number():
     info = losses_info([2.5, None, float("nan"), 2.0, float("inf")])
     assert (info.steps, info.losses, info.skipped) == ((0, 3), (2.5, 2.0), 3)
     assert plot_losses(info, EN).data[0].y == (2.5, 2.0)
+    assert losses_info([2.5, None, 2.0], first=3).steps == (3, 5)
+
+
+def test_looks_at_the_validation_samples_are_points_beside_the_curve():
+    looks = [{"step": 1, "loss": 2.25, "accuracy": 0.5}, {"step": 2, "loss": None, "accuracy": None}]
+    curve, points = plot_losses(losses_info([2.5, 2.0], evaluations=looks), EN).data
+    assert (curve.mode, points.mode) == ("lines+markers", "markers")
+    assert (points.x, points.y, points.customdata) == ((1,), (2.25,), (0.5,))
 
 
 TOKENS = {

@@ -25,6 +25,7 @@ from engine.spec import (
     RECEIVES,
     RECOMPUTE,
     SCHEDULES,
+    STAGE_COMPILERS,
     WANTED,
     Spec,
 )
@@ -90,6 +91,7 @@ def test_every_choice_setting_and_state_has_a_name(language: str):
         "precision": PRECISIONS,
         "recompute": RECOMPUTE,
         "compress": COMPRESS,
+        "compile_stage": STAGE_COMPILERS,
         "device": DEVICES,
         "receives": RECEIVES,
         "machine": MACHINES,

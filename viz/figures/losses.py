@@ -1,11 +1,11 @@
-"""Losses of the steps so far, of one run or several -> the curves of the loss."""
+"""Losses of the steps so far, of one run or several -> their curves, and a point for each look at validation."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from viz import theme
 from viz.figures.words import Text
@@ -18,20 +18,29 @@ POINTS = 1000  # of a curve; more would lie closer together than pixels
 
 
 class LossesInfo(NamedTuple):
-    """Steps from 0, and the loss of each. `skipped` steps are left out: their loss is missing or not a number."""
+    """Steps of the training, from 0, and the loss of each. `skipped` ones are left out: no loss, or not a number."""
 
     steps: tuple[int, ...]
     losses: tuple[float, ...]
     skipped: int
+    validation: tuple[tuple[int, float, float], ...] = ()  # after so many steps: loss, accuracy
 
 
-def losses_info(losses: Sequence[float | None]) -> LossesInfo:
-    """Thinned to at most POINTS, first and last step kept."""
-    known = [(step, loss) for step, loss in enumerate(losses) if loss is not None and math.isfinite(loss)]
+def losses_info(
+    losses: Sequence[float | None], first: int = 0, evaluations: Sequence[Mapping[str, Any]] = ()
+) -> LossesInfo:
+    """`first` is the step of the first loss, where a run resumes. Thinned to at most POINTS, both ends kept."""
+    known = [(step, loss) for step, loss in enumerate(losses, first) if loss is not None and math.isfinite(loss)]
     count = min(len(known), POINTS)
     kept = [known[round(i * (len(known) - 1) / max(1, count - 1))] for i in range(count)]
     steps, values = zip(*kept, strict=True) if kept else ((), ())
-    return LossesInfo(steps, values, len(losses) - len(known))
+    seen = [(one["step"], one["loss"], one["accuracy"]) for one in evaluations if one["loss"] is not None]
+    return LossesInfo(steps, values, len(losses) - len(known), tuple(seen))
+
+
+def result_losses(result: Mapping[str, Any]) -> LossesInfo:
+    """Of a run's result, also of one that was written before results had all of this."""
+    return losses_info(result["losses"], result.get("first_step", 0), result.get("evaluations", ()))
 
 
 def plot_losses(curves: LossesInfo | Mapping[str, LossesInfo], text: Text) -> go.Figure:
@@ -52,10 +61,28 @@ def plot_losses(curves: LossesInfo | Mapping[str, LossesInfo], text: Text) -> go
         }
         for (name, info), (look, dash) in zip(named.items(), itertools.cycle(CURVES), strict=False)
     ]
+    # The weights after so many steps are those of which the curve has the next training loss.
+    drawn += [
+        {
+            "type": "scatter",
+            "x": [step for step, _, _ in info.validation],
+            "y": [float(f"{loss:.5g}") for _, loss, _ in info.validation],
+            "customdata": [accuracy for _, _, accuracy in info.validation],
+            "mode": "markers",
+            "marker": {"size": 11, "symbol": "diamond", "color": theme.LOOKS[look].colour},
+            "hovertemplate": text(
+                "figure.losses.validation", step="%{x}", loss="%{y:.4g}", accuracy="%{customdata:.1%}"
+            )
+            + "<extra></extra>",
+            "name": text("figure.losses.validation_loss") + (f" · {name}" if len(named) > 1 else ""),
+        }
+        for (name, info), (look, _) in zip(named.items(), itertools.cycle(CURVES), strict=False)
+        if info.validation
+    ]
     axis = {"showline": True, "linecolor": theme.LINE, "ticks": "outside", "tickcolor": theme.LINE, "automargin": True}
     layout = theme.layout(
         height=280,
-        showlegend=len(named) > 1,
+        showlegend=len(drawn) > 1,
         legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
         xaxis=axis | {"title": {"text": text("figure.losses.axis_step")}, "rangemode": "tozero", "nticks": 8},
         yaxis=axis | {"title": {"text": text("figure.losses.axis_loss")}, "nticks": 6},

@@ -39,7 +39,9 @@ def explain(language: str, error: SpecError) -> str:
         return str(error)
     words = _words(language)
     phrases = {
-        name: phrase(language, error.values[name]) for name in ("wanted", "to", "reason") if name in error.values
+        name: phrase(language, error.values[name])
+        for name in ("wanted", "to", "reason", "missing")
+        if name in error.values
     }
     sentence = words["rules"][error.code].format_map(error.values | phrases)
     return sentence + (words["try"].format(suggest=error.values["suggest"]) if error.suggest else "")

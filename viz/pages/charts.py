@@ -11,7 +11,7 @@ from engine.modes import FIRST_STEADY_STEP
 from engine.timeline import Timeline
 from viz.figures.compare import compare_info, plot_compare
 from viz.figures.experts import experts_info, plot_experts
-from viz.figures.losses import losses_info, plot_losses
+from viz.figures.losses import plot_losses, result_losses
 from viz.locales import Catalogue
 from viz.pages.prediction import Shown
 
@@ -44,7 +44,7 @@ def _show(title: str, figure: go.Figure, key: str) -> None:
 
 @st.cache_resource(max_entries=16, show_spinner=False)
 def _losses(key: tuple[str, str], _result: Mapping[str, Any], _text: Catalogue) -> go.Figure:
-    return plot_losses(losses_info(_result["losses"]), _text)
+    return plot_losses(result_losses(_result), _text)
 
 
 @st.cache_resource(max_entries=16, show_spinner=False)

@@ -10,7 +10,7 @@ import streamlit as st
 
 from engine import archive
 from engine.spec import Spec, SpecError
-from viz.figures.losses import losses_info, plot_losses
+from viz.figures.losses import plot_losses, result_losses
 from viz.locales import Catalogue
 from viz.pages.charts import CONFIG
 from viz.pages.numbers import NOTHING, duration, percent
@@ -31,7 +31,7 @@ def show_comparison(folders: list[Path], text: Catalogue) -> None:
         for key, show in VALUES.items():
             _show_row(text(key), [show(result, text) for result in results])
         curves = {
-            folder.name: losses_info(result["losses"])
+            folder.name: result_losses(result)
             for folder, result in zip(folders, results, strict=True)
             if result.get("losses")
         }

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import streamlit as st
 
-from engine import archive
+from engine import archive, checkpoints
 from engine.job import prepare_real
 from engine.launch import Handle
 from engine.rules import SpecError
+from engine.schedules import given
 from engine.spec import Spec
 from viz import locales
 from viz.locales import Catalogue
@@ -86,6 +87,10 @@ def _show_head(asked: Asked, shown: Shown, run: Opened | None, runs_dir: Path, t
             _show_buttons(asked, shown, run, runs_dir, text)
     if shown.error is not None:
         st.warning(text("lab.last_good"), icon=":material/history:")
+    order = shown.prediction.job.spec.schedule_file
+    if order is not None and (stuck := given.blocked(order)):
+        st.caption(f":material/info: {text('lab.blocked_on_gpus')}")
+        st.code(stuck.partition("\n")[2], language=None)
     refused = st.session_state.pop("refused", None)
     if refused is not None:
         st.error(escape(explain(text.language, refused)), icon=":material/error:")
@@ -146,6 +151,12 @@ def _clear(asked: Asked) -> None:
     asked.run = None
 
 
+def _resume(asked: Asked, spec: Spec, checkpoint: str) -> None:
+    """The settings of the run, to go on with for as many steps as a run has by default."""
+    asked.set_all(spec.with_(resume=checkpoint, steps=None, epochs=None, fault=None))
+    asked.run = None
+
+
 def _show_wrong_run(wrong: SpecError, text: Catalogue) -> None:
     with st.container(key="wrong-run"):
         st.error(escape(explain(text.language, wrong)), icon=":material/error:")
@@ -181,6 +192,16 @@ def _show_run(asked: Asked, shown: Shown, run: Opened, text: Catalogue) -> None:
                 icon=":material/close:",
                 help=text("lab.new_run.help"),
                 on_click=act(_clear),
+            )
+        saved = checkpoints.steps_of(run.run_dir) if done else []
+        if saved:
+            st.button(
+                text("lab.resume"),
+                key="resume",
+                type="tertiary",
+                icon=":material/resume:",
+                help=text("lab.resume.help", step=saved[-1]),
+                on_click=act(_resume, run.spec, f"{run.handle.run_id}:{saved[-1]}"),
             )
     told = [f":material/info: {notice}" for notice in notices(run.spec, text)]
     if told:

@@ -58,7 +58,9 @@ def start_run(asked: Asked, runs_dir: Path) -> None:
         if handle is not None and not handle.done:
             return
     try:
-        asked.run = launch.start(Spec.from_params(asked.settings), runs_dir, warm_launcher()).run_id
+        started = launch.start(Spec.from_params(asked.settings), runs_dir, warm_launcher())
+        asked.run = started.run_id
+        asked.set("resume", archive.read_spec(started.run_dir).resume)  # the one checkpoint that was meant
     except SpecError as refused:
         st.session_state.refused = refused
 

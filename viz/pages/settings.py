@@ -21,6 +21,7 @@ from viz.pages.state import FIELDS, Asked, act, param, write
 ROWS = (
     ("devices", "global_batch"),
     ("microbatches", "schedule"),
+    ("schedule_file",),
     ("dp", "fsdp"),
     ("tp", "cp"),
     ("pp", "ep"),
@@ -44,7 +45,10 @@ MORE = (
     ("clip",),
     ("epochs", "seed"),
     ("parity_steps", "record"),
+    ("compile_stage",),
     ("data_dir",),
+    ("evaluate_every", "save_every"),
+    ("resume",),
     ("timeout", "fault"),
 )
 LARGEST = 2**53 - 1  # the largest whole number that a browser keeps exact
@@ -122,6 +126,8 @@ def _show_rows(
 
 def _control(name: str) -> Callable[[str, Asked, Job, Catalogue], None]:
     kind, _ = type_of(FIELDS[name])
+    if name == "schedule_file":
+        return _show_lines
     if options(name, "gpt"):
         return _show_choice
     if kind is bool:
@@ -158,7 +164,7 @@ def _show_number(name: str, asked: Asked, job: Job, text: Catalogue) -> None:
     """The number that was written, or that follows from the other settings; what is no number is shown in grey."""
     key, written = _key(name), asked.value(name)
     kind, _ = type_of(FIELDS[name])
-    follows = job.steps if name == "steps" else getattr(job.spec, name)
+    follows = job.first_step + job.steps if name == "steps" else getattr(job.spec, name)
     by_epochs = name == "steps" and written is None and asked.value("epochs") is not None
     value = follows if written is None and not by_epochs else _number(name, written)
     st.session_state[key] = value
@@ -201,6 +207,21 @@ def _show_words(name: str, asked: Asked, job: Job, text: Catalogue) -> None:
     )
 
 
+def _show_lines(name: str, asked: Asked, job: Job, text: Catalogue) -> None:
+    """A text of several lines, put away until it is wanted."""
+    key = _key(name)
+    st.session_state[key] = asked.value(name) or ""
+    with st.expander(text(f"setting.{name}"), expanded=bool(asked.value(name)), key=f"lines-{name}"):
+        st.text_area(
+            text(f"setting.{name}"),
+            placeholder="0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1",
+            key=key,
+            help=help_of(text.language, name),
+            label_visibility="collapsed",
+            on_change=act(_take, name),
+        )
+
+
 def _show_flag(name: str, asked: Asked, job: Job, text: Catalogue) -> None:
     key = _key(name)
     st.session_state[key] = getattr(job.spec, name)
@@ -226,6 +247,8 @@ def _explain(error: SpecError, text: Catalogue) -> None:
     """The sentence, and a button for each value that would work."""
     with st.container(key="settings-error"):
         st.error(escape(explain(text.language, error)), icon=":material/error:")
+        if error.picture:
+            st.code(error.picture, language=None)
         fixes = list(_fixes(error))[:MAX_FIXES]
         if fixes:
             with st.container(horizontal=True, gap="xsmall"):

@@ -80,7 +80,7 @@ class Asked:
 
     def _sort_out(self, changed: str) -> None:
         """After another mode, model or schedule was chosen: put what does not apply aside, take back what does."""
-        if changed not in ("mode", "model", "schedule"):
+        if changed not in ("mode", "model", "schedule", "schedule_file"):
             return
         single = self.mode == "single"
         if single and self.value("devices") != "1":
@@ -102,6 +102,8 @@ class Asked:
 
     def applies(self, name: str) -> bool:
         """Whether a setting means anything beside the others."""
+        if name == "schedule" and self.value("schedule_file") is not None:
+            return False  # the order is in the file
         if name == "stages_per_rank" and (self.value("schedule") or DEFAULT_SCHEDULE) in FIXED_STAGES:
             return False
         return applies(name, self.mode, self.model)

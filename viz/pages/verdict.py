@@ -10,7 +10,7 @@ from typing import Any
 
 import streamlit as st
 
-from engine import archive
+from engine import archive, checkpoints
 from engine.settings import ONE_PROCESS_MODES
 from engine.spec import Spec
 from viz.locales import Catalogue
@@ -198,4 +198,7 @@ def notices(spec: Spec, text: Catalogue) -> list[str]:
     if oversubscribed(spec.to_dict()):
         words = "notice.oversubscribed_threads" if spec.mode in ONE_PROCESS_MODES else "notice.oversubscribed"
         found.append(text(words, devices=spec.devices, cores=os.cpu_count() or 1))
+    if spec.resume is not None:
+        run_id, step = checkpoints.parse(spec.resume)
+        found.append(text("notice.resumed", run=run_id, step=step))
     return found

@@ -41,6 +41,7 @@ def deal_out(chain: models.Chain, batches: Batches, job: Job, group: dist.Proces
         return
     places = torch.tensor(positions(rank, ranks, spec.context, spec.balance))
     batches.x, batches.y = batches.x[:, places], batches.y[:, places]
+    batches.validation = tuple(part[:, places] for part in batches.validation)
     recorder.parts = functools.cache(lambda kind, layer: parts(job, kind, layer, rank))
     for name, layer in chain.named_children():
         if isinstance(layer, models.Embed):

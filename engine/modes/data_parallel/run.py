@@ -87,6 +87,9 @@ class Threads:
             for theirs, mine in zip(replica.parameters(), self.replicas[0].parameters(), strict=True):
                 mine.grad += theirs.grad
 
+    def outputs(self, inputs: torch.Tensor, samples: int) -> torch.Tensor:
+        return self.replicas[0](inputs)
+
     def held(self) -> dict[str, nn.Parameter]:
         return dict(self.replicas[0].named_parameters())
 

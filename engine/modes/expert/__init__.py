@@ -7,19 +7,17 @@ LESSON = Lesson(
     idea="Every rank sees its own part of the batch and holds some of the experts; a token travels to the ranks that "
     "hold the experts its router chose, and its outputs travel back.",
     steps=(
-        Step("Experts shared out", "Each rank holds a run of every block's experts, and all the rest of the model."),
-        Step("Data assignment", "Each rank loads its own part of the batch.", kinds=("load",)),
         Step(
-            "Attention and routing",
-            "After attention the router gives each token a probability for every expert; it goes to the top k.",
-            kinds=FORWARD,
-            part=("embed", ".attention", "head"),
+            "Data and experts",
+            "Each rank loads its part of the batch; it holds some experts of every block, and all the rest.",
+            kinds=("load",),
         ),
         Step(
-            "Token counts",
-            "The ranks tell each other how many tokens are on the way to each expert.",
-            kinds=("all_to_all",),
+            "Routing",
+            "After attention a router picks k experts for each token; the ranks exchange how many will come.",
+            kinds=("all_to_all", *FORWARD),
             payload="control",
+            part=("embed", ".attention", ".counts", "head"),
         ),
         Step(
             "Dispatch",
@@ -43,13 +41,12 @@ LESSON = Lesson(
         ),
         Step(
             "Backward",
-            "Outputs' gradients go to the experts, tokens' come back. An expert has met the tokens of all ranks: its "
-            "gradient is divided by their number, and stays.",
+            "Gradients travel to the experts and back; an expert's own is divided by the number of ranks, and stays.",
             kinds=("all_to_all", *BACKWARD),
             payload="gradient",
         ),
         Step(
-            "Gradient aggregation",
+            "Average",
             "The gradients of all the rest are averaged over the ranks (all-reduce), as in DDP.",
             kinds=("all_reduce",),
             payload="gradient",

@@ -80,6 +80,8 @@ def _marks(chain: models.Chain, name: str) -> Callable:
 
     def begin(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         nonlocal hooked
+        if not torch.is_grad_enabled():
+            return
         if chain.passed is not None:
             chain.passed.begin(name)
         if inputs[0].requires_grad:

@@ -67,5 +67,15 @@ class LayerSplit:
     def _note(self, kind: str, tensor: torch.Tensor, payload: str, peer: int) -> None:
         self.recorder.message(kind, stage=self.stage, microbatch=0, payload=payload, peer=peer, size=tensor.nbytes)
 
+    def outputs(self, inputs: torch.Tensor | None, samples: int) -> torch.Tensor | None:
+        if not self.is_first:
+            inputs = self.inbound.new_empty(samples, *self.inbound.shape[1:])
+            dist.recv(inputs, self.stage - 1)
+        output = self.chain(inputs)
+        if self.is_last:
+            return output
+        dist.send(output, self.stage + 1)
+        return None
+
     def held(self) -> dict[str, nn.Parameter]:
         return dict(self.chain.named_parameters())

@@ -7,7 +7,7 @@ from engine import chain, schedules
 from engine.columns import Ops, unroll
 from engine.job import Job
 from engine.plan import Mesh, Op, Plan, Program
-from engine.schedules import messages
+from engine.schedules import given, messages
 
 ADD_MESSAGES = {"late": messages.add_late, "early": messages.add_early}
 ONE_STAGE = ("gpipe", "1f1b")  # one stage a rank, and every backward whole
@@ -15,9 +15,7 @@ ONE_STAGE = ("gpipe", "1f1b")  # one stage a rank, and every backward whole
 
 def plan(job: Job, step: int) -> Plan:
     spec = job.spec
-    shape = (spec.schedule, spec.devices, spec.stages_per_rank)
-    placement, pipelines = schedules.placement(*shape), schedules.pipelines(*shape)
-    order = schedules.order(spec.schedule, spec.devices, spec.microbatches, spec.stages_per_rank)
+    order, placement, pipelines, has_messages = given.layout(spec)
     if spec.schedule in ONE_STAGE and spec.receives == "late":
         ops = [_one_stage(job, stage, actions) for stage, actions in enumerate(order)]
     else:
@@ -32,7 +30,7 @@ def plan(job: Job, step: int) -> Plan:
                 before=_load(job, placement[rank], pipelines),
                 after=[*_exchange(job, placement[rank], pipelines), *_update(job, placement[rank])],
             )
-            for rank, actions in enumerate(ADD_MESSAGES[spec.receives](order, pipelines))
+            for rank, actions in enumerate(order if has_messages else ADD_MESSAGES[spec.receives](order, pipelines))
         ]
     programs = []
     for rank, stages in enumerate(placement):

@@ -3,16 +3,18 @@
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.pipelining import PipelineStage
 
-from engine import schedules
 from engine.job import Job
 from engine.real import models
 from engine.real.data import Batches
-from engine.real.recorder import Recorder
+from engine.real.given_schedule import from_file
+from engine.real.marked_stage import MarkedStage
+from engine.real.stage_compiler import compiled
 from engine.real.training import Place
+from engine.schedules import given
 
 ONE_STAGE = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
 SEVERAL_STAGES = {
@@ -28,67 +30,22 @@ def training(job: Job, place: Place) -> "Pipeline":
     return Pipeline(job, place)
 
 
-class MarkedStage(PipelineStage):
-    """PyTorch's stage, noting each chunk's compute and each message in the order in which it issues them."""
-
-    recorder: Recorder
-
-    def forward_one_chunk(self, fwd_chunk_id, *args, **kwargs):
-        self.forward_began, self.chunk = self.recorder.now(), fwd_chunk_id
-        self.recorder.doing = f"forward of microbatch {fwd_chunk_id}"
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        if not self.is_last:
-            self.end_forward()
-        return output
-
-    def end_forward(self) -> None:
-        """On the last stage the loss counts as the end of the forward, so its loss function calls this."""
-        self.recorder.mark(
-            "forward", self.forward_began, self.recorder.now(), stage=self.stage_index, microbatch=self.chunk
-        )
-
-    def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
-        kind = "backward" if full_backward else "backward_input"
-        with self.recorder.span(kind, stage=self.stage_index, microbatch=bwd_chunk_id):
-            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id, last_backward=False):
-        with self.recorder.span("backward_weight", stage=self.stage_index, microbatch=bwd_chunk_id):
-            return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-
-    def get_fwd_recv_ops(self, fwd_chunk_id):
-        return self._noted(super().get_fwd_recv_ops(fwd_chunk_id), "recv", "activation", fwd_chunk_id)
-
-    def get_fwd_send_ops(self, fwd_chunk_id):
-        return self._noted(super().get_fwd_send_ops(fwd_chunk_id), "send", "activation", fwd_chunk_id)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id):
-        return self._noted(super().get_bwd_recv_ops(bwd_chunk_id), "recv", "gradient", bwd_chunk_id)
-
-    def get_bwd_send_ops(self, bwd_chunk_id):
-        return self._noted(super().get_bwd_send_ops(bwd_chunk_id), "send", "gradient", bwd_chunk_id)
-
-    def _noted(self, ops, kind: str, payload: str, chunk: int):
-        for op in ops:
-            self.recorder.message(
-                kind, stage=self.stage_index, microbatch=chunk, payload=payload, peer=op.peer, size=op.tensor.nbytes
-            )
-        return ops
-
-
 class Pipeline:
     norm_groups: ClassVar = {"pp": None}  # each parameter is on one of its ranks
 
     def __init__(self, job: Job, place: Place):
         self.job, self.recorder = job, place.recorder
         spec, whole = job.spec, models.build(job)
-        placement = schedules.placement(spec.schedule, place.world_size, spec.stages_per_rank)
+        placement = given.layout(spec).placement
         self.batches = Batches(job, 0, 1, place.device)
+        self.chains: dict[int, models.Chain] = {}
         self.stages = [self._stage(whole, stage, place) for stage in placement[place.rank]]
         self.is_first = any(stage.is_first for stage in self.stages)
         self.last = next((stage for stage in self.stages if stage.is_last), None)
         self.optimizer = models.make_optimizer(job, self.held().values())
-        if spec.schedule in ONE_STAGE:
+        if spec.schedule_file is not None:
+            self.schedule = from_file(spec, self.stages, self._loss)
+        elif spec.schedule in ONE_STAGE:
             self.schedule = ONE_STAGE[spec.schedule](self.stages[0], spec.microbatches, loss_fn=self._loss)
         else:  # never with defer_pp_recv: it mixes up messages (docs/decisions/schedules.md)
             self.schedule = SEVERAL_STAGES[spec.schedule](self.stages, spec.microbatches, loss_fn=self._loss)
@@ -105,8 +62,9 @@ class Pipeline:
         else:
             shape = job.stages[stage - 1][-1].output
             example = torch.zeros(samples, *shape, **like)
-        chain = models.piece(whole, job, stage).to(device)
-        marked = MarkedStage(chain, stage, len(job.stages), device, input_args=(example,), output_args=(output,))
+        chain = self.chains[stage] = models.piece(whole, job, stage).to(device)
+        module = compiled(chain, example, job.spec.compile_stage)
+        marked = MarkedStage(module, stage, len(job.stages), device, input_args=(example,), output_args=(output,))
         marked.recorder = place.recorder
         return marked
 
@@ -130,5 +88,19 @@ class Pipeline:
         self.schedule.step(*feed, **wanted)
         return torch.stack(losses).mean().item() if losses else None
 
+    def outputs(self, inputs: torch.Tensor | None, samples: int) -> torch.Tensor | None:
+        """Stage by stage, and not through `schedule.eval` (see `engine.real.evaluation`)."""
+        output = None
+        for stage in sorted(self.stages, key=lambda stage: stage.stage_index):
+            index, rank_of = stage.stage_index, stage.stage_index_to_group_rank
+            if index and rank_of[index - 1] != stage.group_rank:
+                like = next(self.chains[index].parameters())
+                output = like.new_empty(samples, *self.job.stages[index - 1][-1].output)
+                dist.recv(output, group=stage.group, group_src=rank_of[index - 1])
+            output = self.chains[index](output if index else inputs)
+            if not stage.is_last and rank_of[index + 1] != stage.group_rank:
+                dist.send(output, group=stage.group, group_dst=rank_of[index + 1])
+        return output if self.last else None
+
     def held(self) -> dict[str, nn.Parameter]:
-        return {name: p for stage in self.stages for name, p in stage.submod.named_parameters()}
+        return {name: p for chain in self.chains.values() for name, p in chain.named_parameters()}
