@@ -52,7 +52,7 @@ OPTIONS = {
     "compress_rank": (None, ("ddp",)),  # of powersgd alone
     "recompute": ("none", ("single", *REPLICA_MODES, "local_sgd", "layer_split")),
     "precision": ("fp32", tuple(mode for mode in MODE_SETTINGS if mode not in ("context", "expert"))),
-    "clip": (None, tuple(mode for mode in MODE_SETTINGS if mode != "expert")),
+    "clip": (None, tuple(MODE_SETTINGS)),
 }
 for _option, (_default, _modes) in OPTIONS.items():
     for _mode in _modes:
@@ -82,7 +82,6 @@ REASONS = {
         "expert": "a layer would repeat its collectives, which are not planned",
     },
     "precision": {"context": _IN_FP32, "expert": _IN_FP32},
-    "clip": {"expert": "an expert's gradients are on one rank, all others on each: no one sum counts each once"},
     "sync_every_microstep": {
         "single": "one device has nobody to reduce gradients with",
         "local_sgd": "no gradients are reduced",

@@ -21,22 +21,38 @@ from engine.real.training import Training
 
 def clip(training: Training, recorder: Recorder, largest: float) -> float:
     """Collective where gradients are cut. The norm before clipping, the same on every rank."""
-    groups: dict[object, list[nn.Parameter]] = defaultdict(list)  # by their mesh; None: this rank's own tensors
-    for parameter in training.held().values():
+    names = getattr(training, "norm_names", {})
+    alone = {name: axis for axis, of_axis in names.items() for name in of_axis}
+    # By their mesh; None: this rank's own tensors; an axis: those of them that other ranks of that axis have not.
+    groups: dict[object, list[nn.Parameter]] = defaultdict(list, {axis: [] for axis in names})
+    for name, parameter in training.held().items():
         if parameter.grad is not None:
-            groups[getattr(parameter.grad, "device_mesh", None)].append(parameter)
+            groups[alone.get(name) or getattr(parameter.grad, "device_mesh", None)].append(parameter)
     with recorder.span("optimizer", part="norm"):
-        norms = [[torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in group] for group in groups.values()]
-    squares = torch.stack([_total(group, recorder) for group in norms]).square().sum(0, keepdim=True)
-    for axis, group in getattr(training, "norm_groups", {}).items():
-        if dist.get_world_size(group) > 1:
-            with recorder.calls(_sum_over(axis)):
-                dist.all_reduce(squares, group=group)
+        norms = {
+            key: [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in group] for key, group in groups.items()
+        }
+    over = getattr(training, "norm_groups", {})
+    squares = torch.zeros(1)
+    for key, of_group in norms.items():
+        square = _total(of_group, recorder).square().reshape(1) if of_group else torch.zeros(1)
+        if key in names:
+            _sum_over_ranks(square, key, over[key], recorder)
+        squares = squares.to(square.device) + square
+    for axis, group in over.items():
+        if axis not in names:
+            _sum_over_ranks(squares, axis, group, recorder)
     total = squares.sqrt().squeeze()
     with recorder.span("optimizer", part="clip"):
         for group in groups.values():
             torch.nn.utils.clip_grads_with_norm_(group, largest, total)
     return total.item()
+
+
+def _sum_over_ranks(squares: torch.Tensor, axis: str, group: dist.ProcessGroup | None, recorder: Recorder) -> None:
+    if dist.get_world_size(group) > 1:
+        with recorder.calls(_sum_over(axis)):
+            dist.all_reduce(squares, group=group)
 
 
 def _total(norms: list[torch.Tensor], recorder: Recorder) -> torch.Tensor:

@@ -36,7 +36,7 @@ class Training(Protocol):
     """One rank's part of a training. Names of parameters are those of the whole model.
 
     Where ranks hold different parameters whole, as plain tensors, `norm_groups` names the mesh axes over which they do,
-    each with its process group (None: all ranks).
+    each with its process group (None: all ranks); and `norm_names`, if that is true of some parameters only, those.
     """
 
     optimizer: torch.optim.Optimizer

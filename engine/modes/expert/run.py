@@ -28,7 +28,9 @@ def training(job: Job, place: Place) -> LocalTraining:
     replica = DistributedDataParallel(chain, process_group=group, **limit)
     optimizer = models.make_optimizer(job, chain.parameters())
     batches = Batches(job, place.rank, place.world_size, place.device)
-    return LocalTraining(job, place, chain, replica, batches, optimizer)
+    local = LocalTraining(job, place, chain, replica, batches, optimizer)
+    local.norm_groups, local.norm_names = {"ep": group}, {"ep": own}
+    return local
 
 
 def share_experts(chain: models.Chain, group: dist.ProcessGroup, recorder: Recorder) -> list[str]:
