@@ -15,7 +15,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test check format browser clean distclean
+.PHONY: help run test table check format browser clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -24,8 +24,15 @@ run: $(INSTALLED) ## start the app on http://127.0.0.1:8501 (another port: make 
 	@echo "Lockstep: http://127.0.0.1:$(PORT) (Ctrl-C ends it)"
 	@$(PYTHON) -m streamlit run app.py --server.port $(PORT)
 
+# What the README's table claims of the modes is what a whole session records.
 test: check browser ## check, then run every test (some: make test ARGS="-m 'not slow'")
 	$(PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadgroup $(ARGS)
+
+	@[ -n "$(ARGS)" ] || $(PYTHON) -m tests.table --check
+
+table: $(INSTALLED_DEV) ## run what proves the modes, and write the README's table of them
+	$(PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadgroup -m "real or proof" tests/engine
+	$(PYTHON) -m tests.table
 
 check: $(INSTALLED_DEV) ## lint, and see that everything is formatted
 	$(PYTHON) -m ruff check .

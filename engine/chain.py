@@ -15,6 +15,8 @@ from engine.spec import Spec
 
 # Copies of the parameters that an optimizer keeps: SGD its momentum, AdamW two moments (Kingma & Ba 2015).
 OPTIMIZER_COPIES = {"sgd": 1, "adamw": 2}
+# And AdamW a count of its steps, for each parameter tensor, even one of which this device holds no row.
+STEP_COUNTER = {"sgd": 0, "adamw": FP32}
 # What it does with each parameter: decay, momentum and step; AdamW's two averages, root, quotient and step.
 OPTIMIZER_FLOPS = {"sgd": 4, "adamw": 12}
 
@@ -24,7 +26,7 @@ def kept(layer: Layer, spec: Spec | None) -> int:
     if spec is None or spec.recompute in (None, "none"):
         return layer.saved
     if spec.recompute == "full":
-        return layer.inputs
+        return layer.output_bytes  # the next one's input; or of the last, for the loss
     return layer.products or layer.saved
 
 
@@ -85,8 +87,16 @@ def whole_stage(ops: Sequence[Op]) -> Op:
     )
 
 
-def load(sample_bytes: int, samples: int) -> Op:
-    return Op(kind="load", payload="batch", bytes=sample_bytes * samples)
+def load(sample_bytes: int, samples: int, *, kept: int | None = None) -> Op:
+    """`kept`: bytes of a sample that this device needs, where it is not all."""
+    saved = (sample_bytes if kept is None else kept) * samples
+    return Op(kind="load", payload="batch", bytes=sample_bytes * samples, saved=saved)
+
+
+def load_ends(job: Job, samples: int, *, is_first: bool, is_last: bool) -> Op:
+    """The batch on a device with the model's first layers, which need inputs, or its last, which need targets."""
+    kept = is_first * (job.sample_bytes - job.target_bytes) + is_last * job.target_bytes
+    return load(job.sample_bytes, samples, kept=kept)
 
 
 def microsteps(job: Job, passes: Callable[[int, bool], Sequence[Op]]) -> list[Op]:
@@ -126,4 +136,6 @@ def clip(layers: Sequence[Layer], spec: Spec, axes: Mapping[str, int] | None = N
 def standing_memory(layers: Sequence[Layer], spec: Spec) -> dict[str, int]:
     """Bytes by category that a device keeps for the layers it holds, the whole step long."""
     size = sum(layer.param_bytes for layer in layers)
-    return {"parameters": size, "gradients": size, "optimizer": size * OPTIMIZER_COPIES[spec.optimizer]}
+    counters = STEP_COUNTER[spec.optimizer] * sum(len(layer.params) for layer in layers)
+    copies = size * OPTIMIZER_COPIES[spec.optimizer]
+    return {"parameters": size, "gradients": size, "optimizer": copies + counters}

@@ -17,10 +17,11 @@ from engine import checkpoints, modes
 from engine.analyse import bubble_fraction, bubble_over_ideal, exposed_communication_fraction
 from engine.archive import read_json, read_status, read_steps, write_json
 from engine.conform import conform
+from engine.cost.memory import CATEGORIES, METHOD, errors
 from engine.health import local_losses, memory_growth, repeated_orders
 from engine.job import Job, prepare
 from engine.modes import FIRST_STEADY_STEP
-from engine.predict import predict
+from engine.predict import Prediction, predict
 from engine.spec import Spec
 from engine.timeline import NONE, Span, Timeline
 
@@ -43,6 +44,7 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
     step_time = median([_step_seconds(steps, s) for s in steady]) if done else None
     whole = timeline.where(timeline["step"] < done)
     validation = folder / "validation.json"
+    prediction = predict(job.spec)
     result = {
         "run_id": folder.name,
         "status": state,
@@ -55,7 +57,7 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
         "checkpoints": checkpoints.steps_of(folder),
         "warmup_steps": steady.start,
         "step_time": step_time,
-        "predicted_step_time": predict(job.spec).step_time,
+        "predicted_step_time": prediction.step_time,
         "samples_per_second": job.spec.global_batch / step_time if step_time else None,
         **job.batches,
         "losses": [_mean(rows[s]["loss"] for rows in steps) for s in range(done)],
@@ -67,6 +69,7 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
         "parity": _parity(folder, job, state, done),
         "conformance": conformance,
         "expert_tokens": _expert_tokens(job, routed),
+        "memory": _memory(folder, job, prediction),
         "peak_memory": _peak_memory(job, steps),
         "memory_growth": _each_device(job, [memory_growth(rows) for rows in steps]),
         "bubble_fraction": bubble_fraction(whole, since=steady.start) if len(whole) else None,
@@ -194,6 +197,23 @@ def _peak_memory(job: Job, steps: list[list[dict]]) -> list[int | None]:
 
 def _each_device(job: Job, values: list) -> list:
     return values if len(values) == job.spec.devices else values * job.spec.devices
+
+
+def _memory(folder: Path, job: Job, prediction: Prediction) -> dict[str, Any]:
+    """Bytes by category, one entry a rank; `measured` is null where it was not, and `reason` says why."""
+    planned = prediction.simulation.per_rank(prediction.simulation.memory)
+    found = {"categories": list(CATEGORIES), "planned": planned, "measured": None, "error": None}
+    files = [read_json(folder / f"rank{rank}.memory.json") for rank in range(job.processes)]
+    if all(files):
+        measured = [held for file in files for held in file["devices"]]
+        return found | {"measured": measured, "error": errors(planned, measured), "method": METHOD, "reason": None}
+    if not job.spec.measure_memory:
+        reason = "measure-memory was off"
+    elif job.spec.device == "cuda" and job.spec.mode == "data_parallel":
+        reason = "the threads of nn.DataParallel are not tracked"
+    else:
+        reason = "the run ended before its memory was measured"
+    return found | {"method": None, "reason": reason}
 
 
 def _wall_seconds(folder: Path, steps: list[list[dict]]) -> float | None:

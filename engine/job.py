@@ -117,6 +117,11 @@ class Job:
         return min(asked, self.steps)
 
     @property
+    def target_bytes(self) -> int:
+        """Of a sample's bytes, those of its target: a class, or one for each token."""
+        return 8 * (self.spec.context or 1)
+
+    @property
     def processes(self) -> int:
         """Worker processes of a real run: nn.DataParallel drives all its devices from one."""
         return 1 if self.spec.mode in ONE_PROCESS_MODES else self.spec.devices

@@ -23,10 +23,10 @@ class Op:
 
     `bytes` is the size of a message or of a collective's tensor on this rank, as torch's call is given it; for a
     compute op it is the memory traffic. `saved` bytes of activations appear with a forward op, or with the recompute op
-    before its backward op, with which they all go. `peer` is the other end's coordinate on `axis`, not its rank: so
-    ranks that do the same share a program. An `asynchronous` op (torch.distributed's async_op=True, and every send) is
-    not waited for by the next compute op, but by the next one of the same part, and at the latest by the next optimizer
-    op, or by the load of the next micro-step.
+    before its backward op, with which they all go; those of a load or a send stay. `peer` is the other end's coordinate
+    on `axis`, not its rank: so ranks that do the same share a program. An `asynchronous` op (torch.distributed's
+    async_op=True, and every send) is not waited for by the next compute op, but by the next one of the same part, and
+    at the latest by the next optimizer op, or by the load of the next micro-step.
     """
 
     kind: str

@@ -49,6 +49,7 @@ class Prediction:
             "bubble_over_ideal": bubble_over_ideal(self.timeline),
             "exposed_communication_fraction": exposed_communication_fraction(self.timeline),
             "num_ops": sum(len(plan.program(rank).ops) for rank in range(plan.world_size)),
+            "memory": simulation.per_rank(simulation.memory),
             "peak_memory": simulation.per_rank(simulation.peak_memory),
             "peak_in_flight": simulation.per_rank(simulation.peak_in_flight),
             "bytes_sent": [round(sent) for sent in simulation.per_rank(simulation.bytes_sent)],

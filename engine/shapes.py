@@ -31,10 +31,9 @@ class Layer:
     params: tuple[tuple[str, tuple[int, ...]], ...]  # in the order in which the module registers them
     flops: int  # forward, one sample
     output: tuple[int, ...]  # shape
-    saved: int  # bytes kept from the forward pass for the backward pass
+    saved: int  # bytes kept for the backward pass: its output and what it makes on the way, not its input
     item: int = FP32  # bytes of a number
-    inputs: int = 0  # bytes of its input, which it keeps even where all else is computed again
-    products: int = 0  # bytes of its input and the results of its matrix products, where those are less than `saved`
+    products: int = 0  # bytes of its output and the results of its matrix products, where those are less than `saved`
     last_flops: int = 0  # of a product at its end, of which backward does not need the result
 
     @property
@@ -67,9 +66,8 @@ def _conv(name: str, inputs: int, outputs: int, side: int, item: int) -> Layer:
     """A 5x5 convolution without padding, ReLU and a 2x2 max pool, on a side x side image."""
     after = side - 4
     pooled = after // 2
-    saved = (
-        item * (inputs * side**2 + outputs * after**2) + 8 * outputs * pooled**2
-    )  # input, ReLU's output, pool indices
+    # ReLU's output, the pool's places and values
+    saved = item * outputs * (after**2 + pooled**2) + 8 * outputs * pooled**2
     return Layer(
         name,
         (("weight", (outputs, inputs, 5, 5)), ("bias", (outputs,))),
@@ -77,15 +75,14 @@ def _conv(name: str, inputs: int, outputs: int, side: int, item: int) -> Layer:
         (outputs, pooled, pooled),
         saved,
         item,
-        inputs=item * inputs * side**2,
         products=item * (inputs * side**2 + outputs * after**2),
     )
 
 
-def _linear(name: str, inputs: int, outputs: int, item: int, *, relu: bool) -> Layer:
+def _linear(name: str, inputs: int, outputs: int, item: int) -> Layer:
+    """With a ReLU, whose output is kept; or the last one, of whose output the loss keeps the logarithms."""
     params = (("weight", (outputs, inputs)), ("bias", (outputs,)))
-    saved = item * (inputs + outputs * relu)
-    return Layer(name, params, 2 * inputs * outputs, (outputs,), saved, item, inputs=item * inputs)
+    return Layer(name, params, 2 * inputs * outputs, (outputs,), item * outputs, item)
 
 
 def _cnn(classes: int, item: int) -> tuple[Layer, ...]:
@@ -93,23 +90,23 @@ def _cnn(classes: int, item: int) -> tuple[Layer, ...]:
     return (
         _conv("conv1", 1, 20, 28, item),
         _conv("conv2", 20, 50, 12, item),
-        _linear("fc1", 800, 500, item, relu=True),
-        _linear("fc2", 500, classes, item, relu=False),
+        _linear("fc1", 800, 500, item),
+        _linear("fc2", 500, classes, item),
     )
 
 
 def _mlp(layers: int, hidden: int, classes: int, item: int) -> tuple[Layer, ...]:
     widths = [784] + [hidden] * layers
     sizes = enumerate(itertools.pairwise(widths), start=1)
-    hidden_layers = [_linear(f"fc{i}", a, b, item, relu=True) for i, (a, b) in sizes]
-    return (*hidden_layers, _linear("out", hidden, classes, item, relu=False))
+    hidden_layers = [_linear(f"fc{i}", a, b, item) for i, (a, b) in sizes]
+    return (*hidden_layers, _linear("out", hidden, classes, item))
 
 
 def _gpt(layers: int, hidden: int, heads: int, context: int, vocabulary: int, item: int) -> tuple[Layer, ...]:
     """A pre-norm decoder (Radford et al. 2019) with RMSNorm, no biases, learned positions, an untied head."""
     h, c = hidden, context
     embed_params = (("token.weight", (vocabulary, h)), ("position.weight", (c, h)))
-    embed = Layer("embed", embed_params, 0, (c, h), 8 * c, item, inputs=8 * c)
+    embed = Layer("embed", embed_params, 0, (c, h), item * c * h, item)
     block_params = (
         ("norm1.weight", (h,)),
         ("qkv.weight", (3 * h, h)),
@@ -120,16 +117,16 @@ def _gpt(layers: int, hidden: int, heads: int, context: int, vocabulary: int, it
     )
     matmuls = 2 * c * (3 * h * h + h * h + 8 * h * h)
     attention = 2 * 2 * c * c * h  # scores and weighted sum, the full square
-    # Kept: two norms' inputs and outputs, q k v, attention's output, up's output and GELU's, log-sum-exp a head.
-    saved = item * c * (4 * h + 3 * h + h + 8 * h) + FP32 * c * heads
+    # Kept: two norms, q k v, a log-sum-exp a head, attention's output, the sum, up's output and GELU's, the last sum.
+    saved = item * c * (2 * norm_saved(h) + 3 * h + h + h + 8 * h + h) + FP32 * c * heads
     block = (block_params, matmuls + attention, (c, h), saved, item)
-    # The input, q k v, attention's output and log-sum-exps, and those of proj, up and down.
-    again = {"inputs": item * c * h, "products": item * c * (h + 3 * h + h + h + 4 * h + h) + FP32 * c * heads}
+    # Its output, q k v, attention's output and log-sum-exps, and those of proj, up and down.
+    again = {"products": item * c * (h + 3 * h + h + h + 4 * h + h) + FP32 * c * heads}
     again["last_flops"] = 2 * c * 4 * h * h
     blocks = tuple(Layer(f"block{i + 1}", *block, **again) for i in range(layers))
     head_params = (("norm.weight", (h,)), ("linear.weight", (vocabulary, h)))
-    flops, saved, again = 2 * c * h * vocabulary, item * c * 2 * h, {"inputs": item * c * h}
-    head = Layer("head", head_params, flops, (c, vocabulary), saved, item, **again, last_flops=flops)
+    flops, saved = 2 * c * h * vocabulary, item * c * (norm_saved(h) + vocabulary)
+    head = Layer("head", head_params, flops, (c, vocabulary), saved, item, last_flops=flops)
     return (embed, *blocks, head)
 
 
@@ -152,6 +149,11 @@ def _moe(spec: Spec, vocabulary: int) -> tuple[Layer, ...]:
 def num_experts(layer: Layer) -> int:
     """How many experts a layer has; 0 where it has none."""
     return sum(name.startswith("experts.") and name.endswith(".up.weight") for name, _ in layer.params)
+
+
+def norm_saved(hidden: int) -> int:
+    """Numbers that an RMSNorm keeps of each token: its output, that without the weight, and the scale."""
+    return 2 * hidden + 1
 
 
 def balance(costs: list[float], parts: int) -> tuple[int, ...]:

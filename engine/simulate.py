@@ -17,6 +17,7 @@ from engine.columns import Ops
 from engine.cost.collectives import collective_seconds, message_seconds, rounds_and_bytes
 from engine.cost.compute import compute_seconds
 from engine.cost.machine import Machine
+from engine.cost.memory import by_category
 from engine.matching import NO_NODE, Graph, PlanError, describe, match
 from engine.plan import COLLECTIVES, Plan
 from engine.timeline import NONE, Timeline
@@ -38,6 +39,7 @@ class Simulation:
     timeline: Timeline
     makespan: float
     bytes_sent: list[float]
+    memory: list[dict[str, int]]  # by category, each at its most
     peak_memory: list[int]
     peak_in_flight: list[int]
 
@@ -53,13 +55,15 @@ def simulate(plan: Plan, machine: Machine) -> Simulation:
     if machine.cores:
         crowd = crowding(graph, seconds, float(end.max(initial=0.0)), machine)
         start, end = start * crowd, end * crowd
-    peaks = [peaks_of(Ops.of(program.ops), sum(program.memory.values())) for program in plan.programs]
+    peaks = [peaks_of(Ops.of(program.ops), 0) for program in plan.programs]
+    memory = [by_category(program.memory, kept) for program, (kept, _) in zip(plan.programs, peaks, strict=True)]
     return Simulation(
         plan,
         _timeline(graph, start, end),
         float(end.max(initial=0.0)),
         _bytes_sent(graph),
-        [held for held, _ in peaks],
+        memory,
+        [sum(held.values()) for held in memory],
         [in_flight for _, in_flight in peaks],
     )
 
@@ -251,12 +255,15 @@ def peaks_of(ops: Ops, standing: int) -> tuple[int, int]:
     held = np.zeros(len(ops), dtype=np.int64)
     held[making] = saved
     held[freeing] = -held_by[part[freeing]]
+    sending = nodes("send")
+    held[sending] = np.array([op.saved for op in ops.templates], dtype=np.int64)[ops.which[sending]]
     chunk = keys([op.stage for op in ops.templates])
     started, done = forward[_is_first(chunk[forward])], backward[::-1][_is_first(chunk[backward[::-1]])]
     in_flight = np.zeros(len(ops), dtype=np.int64)
     in_flight[started] = 1
     in_flight[done] -= 1
-    return standing + int(held.cumsum().max(initial=0)), int(in_flight.cumsum().max(initial=0))
+    loaded = max((op.saved for op in ops.templates if op.kind == "load"), default=0)  # a batch goes when the next comes
+    return standing + loaded + int(held.cumsum().max(initial=0)), int(in_flight.cumsum().max(initial=0))
 
 
 def _is_first(keys: np.ndarray) -> np.ndarray:

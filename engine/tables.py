@@ -73,6 +73,7 @@ def prediction(summary: dict[str, Any]) -> str:
                 ("exposed communication", percent(summary["exposed_communication_fraction"])),
                 ("ops", str(summary["num_ops"])),
                 ("peak memory", each_rank(summary["peak_memory"], size)),
+                *_memory(summary["memory"], "  of it "),
                 ("most in flight", each_rank(summary["peak_in_flight"], str) + " (a microbatch counts in each stage)"),
                 ("sent", each_rank(summary["bytes_sent"], size)),
             ]
@@ -157,6 +158,8 @@ def result(values: dict[str, Any], run_dir: Path) -> str:
         ("exposed communication", percent(values["exposed_communication_fraction"])),
         ("peak memory", each_rank(values["peak_memory"], size)),
         ("memory growth", each_rank(values.get("memory_growth", []), size) + " in 100 steps"),
+        *_memory(values["memory"]["planned"], "planned "),
+        *_memory(values["memory"]["measured"] or [], "measured "),
         ("folder", str(run_dir)),
     ]
     head = f"{values['mode']} on {values['devices']} {values['device_kind']} devices"
@@ -203,6 +206,11 @@ def _conformance(report: dict[str, Any]) -> str:
             f"planned {difference['planned']}, measured {difference['measured']}"
         )
     return text
+
+
+def _memory(ranks: list[dict[str, int]], prefix: str) -> list[tuple[str, str]]:
+    names = [name for name in (ranks[0] if ranks else ()) if any(held[name] for held in ranks)]
+    return [(prefix + name, each_rank([held[name] for held in ranks], size)) for name in names]
 
 
 def failure(error: dict[str, Any]) -> str:

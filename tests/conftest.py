@@ -12,6 +12,7 @@ import pytest
 
 from bench.figures import ARGUMENTS, find_browser
 from engine.launch import Launcher
+from tests import table
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +31,12 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         fcntl.flock(inside, kind)
         fcntl.flock(gate, fcntl.LOCK_UN)
         yield
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """What an earlier session recorded of the modes says nothing about this code."""
+    if not hasattr(session.config, "workerinput"):  # one of several that run side by side
+        table.RECORDS.unlink(missing_ok=True)
 
 
 @pytest.fixture

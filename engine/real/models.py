@@ -269,6 +269,13 @@ def piece(model: Chain, job: Job, stage: int) -> Chain:
     return part
 
 
+def ends(
+    inputs: torch.Tensor, targets: torch.Tensor, *, is_first: bool, is_last: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Of a batch what a device keeps: the inputs with the model's first layers, the targets with its last."""
+    return inputs if is_first else None, targets if is_last else None
+
+
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Mean cross entropy in fp32: [N, classes] with [N], or [N, context, vocabulary] with [N, context] -> scalar."""
     return F.cross_entropy(output.flatten(0, -2).float(), target.flatten())

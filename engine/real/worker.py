@@ -25,6 +25,7 @@ from engine.real import agree, checkpoint, faults, models
 from engine.real.clip import clip
 from engine.real.data import Batches
 from engine.real.evaluation import evaluate
+from engine.real.memory import measure
 from engine.real.parity import Parity
 from engine.real.recompute import recompute
 from engine.real.recorder import Recorder
@@ -80,6 +81,8 @@ def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") 
                     checkpoint.save(folder, job, done, training.held(), training.optimizer)
         recorder.flush()
         _validate(job, place, training)
+        if job.spec.measure_memory:
+            measure(job, place, training)  # the last thing, since it goes on training
     except Exception as error:
         error.step, error.op = (step if step >= 0 else None), recorder.doing or None
         recorder.flush()

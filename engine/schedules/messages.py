@@ -154,13 +154,15 @@ def unrolled(
 def _message(kind: str, stage: int, sizes: Mapping[int, int], rank_of: Mapping[int, int]) -> Op:
     verb, way = kind.split("_")
     other = other_end(kind, stage)
+    size = sizes[min(stage, other)]
     return Op(
         kind=verb,
         stage=stage,
         payload=PAYLOADS[way],
         axis="pp",
         peer=rank_of[other],
-        bytes=sizes[min(stage, other)],
+        bytes=size,
+        saved=size if verb == "send" and PAYLOADS[way] == "activation" else 0,
         asynchronous=verb == "send",
     )
 

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from engine.launch import Launcher, start
+from engine.predict import Prediction
 from engine.spec import Spec
+from tests import table
 
 
-def finished(spec: Spec, launcher: Launcher, runs_dir) -> dict:
+def finished(spec: Spec, launcher: Launcher, runs_dir, *, measure_memory: bool = False) -> dict:
+    """To measure memory takes one more step, slowly, so few tests ask for it."""
+    spec = spec.with_(measure_memory=measure_memory)
     result = start(spec, runs_dir=runs_dir, launcher=launcher).result(timeout=120)
     assert result["status"] == "finished", result["error"]
     return result
 
 
+def planned(prediction: Prediction) -> None:
+    """Keep that it was, for the README's table."""
+    spec = prediction.job.spec
+    table.record(what="plan", mode=spec.mode, devices=spec.devices, model=spec.model)
+
+
 def holds(result: dict) -> None:
-    """Parity and conformance, with every step recorded and every parameter compared."""
+    """Parity and conformance, with every step recorded and every parameter compared. What was found is kept first, for
+    the README's table."""
+    found = {name: result[name]["ok"] for name in ("conformance", "parity")}
+    table.record(what="run", mode=result["mode"], devices=result["devices"], model=result["spec"]["model"], **found)
     assert result["parity"]["ok"], result["parity"]
     assert result["parity"]["steps"] == 3
     conformance = result["conformance"]

@@ -20,12 +20,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 RUN_KEYS = {
     "run_id", "status", "mode", "devices", "device_kind", "step_time", "predicted_step_time", "samples_per_second",
-    "losses", "validation_accuracy", "parity", "conformance", "peak_memory", "bubble_fraction",
+    "losses", "validation_accuracy", "parity", "conformance", "memory", "peak_memory", "bubble_fraction",
     "exposed_communication_fraction", "error",
 }  # fmt: skip
 SIMULATE_KEYS = {
-    "step_time", "bubble_fraction", "exposed_communication_fraction", "num_ops", "peak_memory", "peak_in_flight",
-    "bytes_sent",
+    "step_time", "bubble_fraction", "exposed_communication_fraction", "num_ops", "memory", "peak_memory",
+    "peak_in_flight", "bytes_sent",
 }  # fmt: skip
 
 

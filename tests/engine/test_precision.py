@@ -38,11 +38,11 @@ def test_all_that_is_kept_or_sent_of_the_model_is_half_as_large(mode):
 
 
 def test_activations_are_half_as_large_but_for_what_are_no_such_numbers():
-    """A block keeps 16 numbers of each hidden feature, and for each token and head the fp32 log-sum-exp; an embedding
-    the tokens, as integers."""
+    """A block keeps 18 numbers of each hidden feature and two scales, and for each token and head the fp32 log-sum-exp;
+    an embedding what it puts out."""
     layers = prepare(Spec(mode="single", devices=1, **TEXT, precision="bf16")).layers
-    assert layers[1].saved == 16 * (2 * 16 * 32 + FP32 * 2)
-    assert layers[0].saved == 16 * 8
+    assert layers[1].saved == 16 * (2 * (18 * 32 + 2) + FP32 * 2)
+    assert layers[0].saved == 16 * 2 * 32
 
 
 def test_owners_of_nothing_broadcast_a_number_in_fp32():

@@ -40,11 +40,12 @@ def test_the_cnns_flops_are_two_for_each_multiplication():
 
 
 def test_what_the_cnn_keeps_for_backward():
-    """conv: its input, ReLU's output before the pool, and the pool's indices, which torch keeps as int64."""
+    """conv: ReLU's output before the pool, the pool's indices, which torch keeps as int64, and its output, which is the
+    next one's input; fc1: ReLU's output; fc2: the logarithms of the probabilities, for the loss."""
     conv1, conv2, fc1, fc2 = layers_of("cnn")
-    assert conv1.saved == 4 * (28 * 28 + 20 * 24 * 24) + 8 * 20 * 12 * 12
-    assert conv2.saved == 4 * (20 * 12 * 12 + 50 * 8 * 8) + 8 * 50 * 4 * 4
-    assert (fc1.saved, fc2.saved) == (4 * (800 + 500), 4 * 500)
+    assert conv1.saved == 4 * (20 * 24 * 24 + 20 * 12 * 12) + 8 * 20 * 12 * 12
+    assert conv2.saved == 4 * (50 * 8 * 8 + 50 * 4 * 4) + 8 * 50 * 4 * 4
+    assert (fc1.saved, fc2.saved) == (4 * 500, 4 * 10)
 
 
 def test_an_mlp_is_its_hidden_layers_and_an_output():

@@ -303,8 +303,19 @@ def test_peak_memory_is_all_that_stays_and_all_activations_of_a_batch():
     """Parameters, gradients, AdamW's two moments, DDP's buckets: each as large as the parameters."""
     result = simulate(modes.plan(prepare(Spec(mode="ddp", devices=4, optimizer="adamw"))), machine("h100"))
     parameters = 4 * 431_080
-    kept = 72_256 + 30_720 + 5_200 + 2_000  # bytes of one sample, layer by layer; a rank has 16 of 64
-    assert result.peak_memory == [parameters * (1 + 1 + 2 + 1) + 16 * kept]
+    # Bytes of one sample: the image and its class, then layer by layer; a rank has 16 of 64.
+    kept = 4 * 28 * 28 + 8 + 80_640 + 22_400 + 2_000 + 40
+    counters = 4 * 8  # AdamW counts its steps for each of 8 parameter tensors
+    assert result.memory == [
+        {
+            "parameters": parameters,
+            "gradients": parameters,
+            "optimizer": 2 * parameters + counters,
+            "activations": 16 * kept,
+            "buffers": parameters,
+        }
+    ]
+    assert result.peak_memory == [parameters * (1 + 1 + 2 + 1) + counters + 16 * kept]
 
 
 def test_microbatches_may_have_any_number():

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 import viz.figures
+from engine.cost.memory import CATEGORIES
 from engine.timeline import Timeline
 from tests.viz.examples import TWO, all_reduce, compute, message, predicted
 from viz.figures import words
 from viz.figures.compare import Pair, compare_info, plot_compare
 from viz.figures.experts import experts_info, plot_experts
 from viz.figures.losses import POINTS, losses_info, plot_losses
+from viz.figures.memory import ROWS, memory_info, plot_memory
 from viz.figures.moving import NO_CELL, WHOLE, moving_picture
 from viz.figures.picture import picture_info, typical_step
 from viz.figures.places import OUTSIDE
@@ -313,3 +315,39 @@ def test_nothing_compared_is_an_empty_chart():
     nothing = Timeline.of([], "measured", 1)
     assert compare_info(nothing, nothing).pairs == ()
     plot_compare(compare_info(nothing, nothing), EN)
+
+
+def held(*sizes: int) -> dict[str, int]:
+    return dict(zip(CATEGORIES, (*sizes, *[0] * len(CATEGORIES)), strict=False))
+
+
+def test_ranks_that_hold_the_same_share_a_bar_of_memory():
+    info = memory_info([held(4, 2), held(4, 2), held(3)], None)
+    assert [(row.first, row.last) for row in info.rows] == [(0, 1), (2, 2)]
+    assert info.categories == ("parameters", "gradients")
+    figure = plot_memory(info, EN)
+    assert [(bar.name, bar.x, bar.base) for bar in figure.data] == [
+        ("parameters", (4, 3), (0, 0)),
+        ("gradients", (2, 0), (4, 3)),
+    ]
+    assert all(bar.marker.pattern.shape == "/" for bar in figure.data)
+    assert figure.layout.yaxis.ticktext == ("ranks 0–1", "rank 2")
+
+
+def test_measured_memory_is_solid_below_what_was_predicted():
+    info = memory_info([held(4000), held(4000)], [held(4000), held(5000)])
+    assert [(row.first, row.last) for row in info.rows] == [(0, 0), (1, 1)]
+    predicted, measured = plot_memory(info, ZH).data
+    assert (predicted.x, measured.x) == ((4, 4), (4, 5))
+    assert measured.marker.pattern.shape is None
+    assert all(upper < lower for upper, lower in zip(predicted.y, measured.y, strict=True))  # the axis goes down
+    assert "5 kB" in measured.hovertext[1]
+
+
+def test_of_many_different_ranks_the_first_are_drawn_and_the_figure_says_so():
+    info = memory_info([held(i) for i in range(ROWS + 5)], None)
+    assert (len(info.rows), info.hidden, info.ranks) == (ROWS, 5, ROWS + 5)
+    (note,) = plot_memory(info, EN).layout.annotations
+    assert note.text == EN("figure.not_drawn", drawn=ROWS, total=ROWS + 5)
+    alike = memory_info([held(1)] * 16_384, None)
+    assert (len(alike.rows), alike.hidden) == (1, 0)

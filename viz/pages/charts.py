@@ -1,8 +1,8 @@
-"""A run that has ended -> its loss curve, its seconds by kind of op beside the predicted ones, its experts' tokens."""
+"""Charts below the picture: memory; of a run that has ended its losses, its seconds by kind of op, experts' tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import streamlit as st
@@ -12,6 +12,7 @@ from engine.timeline import Timeline
 from viz.figures.compare import compare_info, plot_compare
 from viz.figures.experts import experts_info, plot_experts
 from viz.figures.losses import plot_losses, result_losses
+from viz.figures.memory import memory_info, plot_memory
 from viz.locales import Catalogue
 from viz.pages.prediction import Shown
 
@@ -33,6 +34,14 @@ def show_charts(result: Mapping[str, Any], shown: Shown, measured: Timeline | No
                 _show(text("charts.compare"), _compare(key, shown, measured, text), "compare")
         if result.get("expert_tokens"):
             _show(text("charts.experts"), _experts(key, result, text), "experts")
+
+
+def show_memory(shown: Shown, measured: Sequence[Mapping[str, int]] | None, text: Catalogue) -> None:
+    """What each rank holds, as predicted; beside it what was measured of a run with the same settings."""
+    with st.container(key="memory"):
+        figure = plot_memory(memory_info(shown.summary["memory"], measured), text)
+        _show(text("charts.memory"), figure, "memory-chart")
+        st.caption(text("charts.memory.both" if measured else "charts.memory.planned"))
 
 
 def _show(title: str, figure: go.Figure, key: str) -> None:

@@ -16,7 +16,7 @@ from engine.spec import Spec
 from viz import locales
 from viz.locales import Catalogue
 from viz.locales.engine import explain, lesson
-from viz.pages.charts import show_charts
+from viz.pages.charts import show_charts, show_memory
 from viz.pages.lesson import show_lesson
 from viz.pages.live import open_run, show_live, start_run, state_badge, stop_run
 from viz.pages.numbers import show_numbers
@@ -57,6 +57,7 @@ def show(runs_dir: Path) -> None:
         _show_other_run(runs_dir, text)
         show_numbers(shown, text)
         show_picture(shown, None, text, _name(shown))
+        show_memory(shown, None, text)
     else:
         _show_run(asked, shown, run, text)
     show_lesson(shown.prediction.job.spec.mode, text)
@@ -215,6 +216,7 @@ def _show_run(asked: Asked, shown: Shown, run: Opened, text: Catalogue) -> None:
     if not done:
         show_live(run.handle, text)
         show_picture(shown, None, text, _name(shown))
+        show_memory(shown, None, text)
         return
     if status["state"] in ("failed", "broken"):
         show_failure(status, run.run_dir, text)
@@ -229,6 +231,9 @@ def _show_run(asked: Asked, shown: Shown, run: Opened, text: Catalogue) -> None:
     show_picture(shown, measured, text, run.handle.run_id if same else _name(shown))
     if result is not None:
         show_charts(result, shown, measured, text)
+    # A run of earlier days has no memory in its result.
+    held = (result or {}).get("memory", {}).get("measured") if same else None
+    show_memory(shown, held, text)
 
 
 def _name(shown: Shown) -> str:

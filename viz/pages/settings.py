@@ -46,7 +46,7 @@ MORE = (
     ("epochs", "seed"),
     ("parity_steps", "record"),
     ("compile_stage",),
-    ("data_dir",),
+    ("measure_memory", "data_dir"),
     ("evaluate_every", "save_every"),
     ("resume",),
     ("timeout", "fault"),

@@ -7,11 +7,11 @@ from engine.plan import Mesh, Op, Plan, Program
 
 def plan(job: Job, step: int) -> Plan:
     devices = job.spec.devices
-    first = Program(_ops(job, master=True), tuple(range(len(job.layers))), chain.standing_memory(job.layers, job.spec))
+    part = {"inputs": _inputs(job) // devices}
+    holds = tuple(range(len(job.layers)))
+    first = Program(_ops(job, master=True), holds, chain.standing_memory(job.layers, job.spec) | part)
     weights = sum(layer.param_bytes for layer in job.layers)
-    replica = Program(
-        _ops(job, master=False), tuple(range(len(job.layers))), {"parameters": weights, "gradients": weights}
-    )
+    replica = Program(_ops(job, master=False), holds, {"parameters": weights, "gradients": weights} | part)
     programs = (first, replica) if devices > 1 else (first,)
     roles = (0,) + (1,) * (devices - 1)
     return Plan(Mesh(("dp",), (devices,)), programs, roles, tuple(layer.name for layer in job.layers))
@@ -19,7 +19,7 @@ def plan(job: Job, step: int) -> Plan:
 
 def _ops(job: Job, *, master: bool) -> tuple[Op, ...]:
     """Collectives are rooted at device 0 and count the whole tensor's bytes: of the batch scattered, of all outputs."""
-    inputs = (job.sample_bytes - _target_bytes(job)) * job.spec.global_batch
+    inputs = _inputs(job)
     outputs = job.layers[-1].output_bytes * job.spec.global_batch
     weights = sum(layer.param_bytes for layer in job.layers)
     ops = [chain.load(job.sample_bytes, job.spec.global_batch)] if master else []
@@ -29,7 +29,8 @@ def _ops(job: Job, *, master: bool) -> tuple[Op, ...]:
     if job.spec.devices > 1:
         ops.append(_move("gather", "outputs", "activation", outputs))
     if master:
-        ops.append(Op(kind="forward", stage=0, microbatch=0, part="loss", bytes=outputs))
+        # Of the outputs it keeps the logarithms and, gathered, themselves.
+        ops.append(Op(kind="forward", stage=0, microbatch=0, part="loss", bytes=outputs, saved=2 * outputs))
     if job.spec.devices > 1:
         ops.append(_move("scatter", "output gradients", "gradient", outputs))
     ops += chain.backward(job.layers, job.local_batch)
@@ -40,8 +41,8 @@ def _ops(job: Job, *, master: bool) -> tuple[Op, ...]:
     return tuple(ops)
 
 
-def _target_bytes(job: Job) -> int:
-    return 8 * (job.spec.context or 1)
+def _inputs(job: Job) -> int:
+    return (job.sample_bytes - job.target_bytes) * job.spec.global_batch
 
 
 def _move(kind: str, part: str, payload: str, size: int) -> Op:

@@ -14,7 +14,7 @@ from engine.modes.ddp.buckets import buckets
 from engine.modes.ddp.plan import all_reduces, bucket_order
 from engine.modes.tensor.shards import piece
 from engine.plan import Mesh, Op, Plan, Program
-from engine.shapes import FP32, Layer, num_experts
+from engine.shapes import FP32, Layer, norm_saved, num_experts
 
 INT64 = 8  # bytes
 ATTENTION = ("norm1", "qkv", "proj", "norm2", "router")
@@ -133,7 +133,7 @@ def _pieces(job: Job, layer: Layer, arrived: int) -> tuple[Layer, Layer, Layer]:
     attention = piece(
         layer, "attention", *ATTENTION,
         flops=2 * c * 4 * h * h + 2 * 2 * c * c * h + 2 * c * h * num,
-        saved=FP32 * c * (8 * h + heads + num) + INT64 * c * 2 * k,
+        saved=FP32 * c * (2 * norm_saved(h) + 5 * h + heads + num) + INT64 * c * 2 * k,
         output=(c, h),
     )  # fmt: skip
     of_sample = arrived / job.local_batch
@@ -143,5 +143,5 @@ def _pieces(job: Job, layer: Layer, arrived: int) -> tuple[Layer, Layer, Layer]:
         saved=round(of_sample * (FP32 * 9 * h + INT64 * 2)),
         output=(round(of_sample), h),
     )  # fmt: skip
-    combine = piece(layer, "combine", saved=FP32 * c * k * (1 + h) + INT64 * c * k, output=(c, h))
+    combine = piece(layer, "combine", saved=FP32 * c * (k * (1 + h) + h) + INT64 * c * k, output=(c, h))
     return attention, experts, combine

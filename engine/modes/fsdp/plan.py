@@ -31,9 +31,14 @@ def gathering_twice(job: Job, mesh: Mesh) -> Plan:
             ops += [*following, *compute, *(reduced if synced else ())]
         return ops
 
-    sizes = [gathered_bytes(layer, mesh.degree("fsdp")) for layer in job.layers]
-    two = max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))  # the current and the next in backward
-    return sharded(job, mesh, passes, gathered=two)
+    ranks = mesh.degree("fsdp")
+    sizes = [0, *(gathered_bytes(layer, ranks) for layer in job.layers), 0]
+    # A layer is copied out of what was gathered. Beside both lies what the layer before was gathered into, or in
+    # backward the gradients of the one after it, to be reduced. A group of one copies its shards and gathers nothing.
+    several = ranks > 1
+    triples = zip(sizes[:-2], sizes[1:-1], sizes[2:], strict=True)
+    most = max((1 + several) * own + max(several * before, after) for before, own, after in triples)
+    return sharded(job, mesh, passes, gathered=most)
 
 
 def forward(job: Job, mesh: Mesh) -> list[Op]:

@@ -10,7 +10,7 @@ def plan(job: Job, step: int) -> Plan:
     programs, first = [], 0
     for i, layers in enumerate(stages):
         holds = tuple(range(first, first + len(layers)))
-        programs.append(Program(_ops(job, i), holds, chain.standing_memory(layers, job.spec)))
+        programs.append(Program(_ops(job, i), holds, chain.standing_memory(layers, job.spec) | _beside(job, i)))
         first += len(layers)
     names = tuple(layer.name for layer in job.layers)
     return Plan(Mesh(("pp",), (len(stages),)), tuple(programs), tuple(range(len(stages))), names)
@@ -21,7 +21,7 @@ def _ops(job: Job, stage: int) -> tuple[Op, ...]:
     is_first, is_last = stage == 0, stage == len(stages) - 1
     inbound = 0 if is_first else stages[stage - 1][-1].output_bytes * batch
     outbound = stages[stage][-1].output_bytes * batch
-    ops = [chain.load(job.sample_bytes, batch)] if is_first or is_last else []
+    ops = [chain.load_ends(job, batch, is_first=is_first, is_last=is_last)] if is_first or is_last else []
     if not is_first:
         ops.append(_message("recv", "activation", stage, stage - 1, inbound))
     ops += chain.forward(stages[stage], batch, stage=stage, spec=job.spec)
@@ -33,6 +33,14 @@ def _ops(job: Job, stage: int) -> tuple[Op, ...]:
         ops.append(_message("send", "gradient", stage, stage - 1, inbound))
     ops += chain.clip(stages[stage], job.spec, {"pp": 1} if len(stages) > 1 else {})
     return (*ops, chain.optimizer(stages[stage], job.spec))
+
+
+def _beside(job: Job, stage: int) -> dict[str, int]:
+    """What activations and gradients are received into; and the last output, which outlives its loss."""
+    sizes = [layers[-1].output_bytes * job.local_batch for layers in job.stages]
+    is_last = stage == len(sizes) - 1
+    received = (sizes[stage - 1] if stage else 0) + (0 if is_last else sizes[stage])
+    return {"received": received} | ({"outputs": sizes[stage]} if is_last else {})
 
 
 def _message(kind: str, payload: str, stage: int, peer: int, size: int) -> Op:

@@ -26,19 +26,22 @@ class LayerSplit:
         self.chain.recorder = place.recorder
         self.optimizer = models.make_optimizer(job, self.chain.parameters())
         self.batches = Batches(job, 0, 1, place.device) if self.is_first or self.is_last else None
+        like = {"device": place.device, "dtype": models.dtype_of(job.spec)}
         if not self.is_first:
             shape = job.stages[self.stage - 1][-1].output
-            like = {"device": place.device, "dtype": models.dtype_of(job.spec)}
             self.inbound = torch.empty(job.spec.global_batch, *shape, **like)
+        if not self.is_last:
+            shape = job.stages[self.stage][-1].output
+            self.outbound = torch.empty(job.spec.global_batch, *shape, **like)  # for its gradient
 
     def make_gradients(self, step: int) -> float | None:
         self.optimizer.zero_grad()
         inputs = targets = loss = None
         if self.batches:
             with self.recorder.span("load", payload="batch"):
-                inputs, targets = self.batches(step)
+                inputs, targets = models.ends(*self.batches(step), is_first=self.is_first, is_last=self.is_last)
         if not self.is_first:
-            inputs = self._receive(torch.empty_like(self.inbound), "activation", self.stage - 1).requires_grad_()
+            inputs = self._receive(self.inbound, "activation", self.stage - 1).detach().requires_grad_()
         output = self.chain(inputs)
         if self.is_last:
             loss = self.chain.loss(output, targets)
@@ -46,7 +49,7 @@ class LayerSplit:
             sent = None
         else:
             sent = self._send(output.detach(), "activation", self.stage + 1)
-            gradient = self._receive(torch.empty_like(output), "gradient", self.stage + 1)
+            gradient = self._receive(self.outbound, "gradient", self.stage + 1)
             self.chain.backward(output, gradient)
         returned = None if self.is_first else self._send(inputs.grad, "gradient", self.stage - 1)
         for work in (sent, returned):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from engine import chain, schedules
 from engine.columns import Ops, unroll
 from engine.job import Job
+from engine.modes.pipeline.memory import beside
 from engine.plan import Mesh, Op, Plan, Program
 from engine.schedules import given, messages
 
@@ -37,7 +38,7 @@ def plan(job: Job, step: int) -> Plan:
         stage_of = {layer: stage for stage in stages for layer in job.stage_layers[stage]}
         holds = tuple(sorted(stage_of))
         several = tuple(stage_of[layer] for layer in holds) if len(stages) > 1 else ()
-        memory = chain.standing_memory(_layers(job, stages), spec)
+        memory = chain.standing_memory(_layers(job, stages), spec) | beside(job, stages, pipelines)
         programs.append(Program(ops[rank], holds, memory, stages=several))
     names = tuple(layer.name for layer in job.layers)
     return Plan(Mesh(("pp",), (spec.devices,)), tuple(programs), tuple(range(spec.devices)), names)
@@ -90,14 +91,19 @@ def _passes(job: Job, stages: Sequence[int], pipelines: list[range]) -> dict[tup
             ),
         }
         forward = chain.whole_stage(chain.forward(layers, samples, stage=stage))
+        if not any(stage == pipeline[-1] for pipeline in pipelines):  # its output is kept by who gets it (`beside`)
+            forward = replace(forward, saved=forward.saved - layers[-1].output_bytes * samples)
         passes |= {(op.kind, stage): [op] for op in (forward, backward, *halves.values())}
     return passes
 
 
 def _load(job: Job, stages: Sequence[int], pipelines: list[range]) -> list[Op]:
     """The batch, on ranks that have the first stage of a pipeline or the last."""
-    ends = {stage for pipeline in pipelines for stage in (pipeline[0], pipeline[-1])}
-    return [chain.load(job.sample_bytes, job.spec.global_batch)] if ends & set(stages) else []
+    firsts, lasts = {pipeline[0] for pipeline in pipelines}, {pipeline[-1] for pipeline in pipelines}
+    is_first, is_last = bool(firsts & set(stages)), bool(lasts & set(stages))
+    if not is_first and not is_last:
+        return []
+    return [chain.load_ends(job, job.spec.global_batch, is_first=is_first, is_last=is_last)]
 
 
 def _exchange(job: Job, stages: Sequence[int], pipelines: list[range]) -> list[Op]:

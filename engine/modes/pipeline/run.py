@@ -77,8 +77,8 @@ class Pipeline:
         self.optimizer.zero_grad()
         if self.is_first or self.last:
             with self.recorder.span("load", payload="batch"):
-                inputs, targets = self.batches(step)
-            return self._pass(inputs, targets)
+                batch = models.ends(*self.batches(step), is_first=self.is_first, is_last=self.last is not None)
+            return self._pass(*batch)
         return self._pass(None, None)
 
     def _pass(self, inputs: torch.Tensor | None, targets: torch.Tensor | None) -> float | None:

@@ -12,7 +12,7 @@ from engine.job import Job
 from engine.modes.tensor.plan import Cut, assemble, collective, loss, names_of
 from engine.modes.tensor.shards import piece
 from engine.plan import Op, Plan
-from engine.shapes import FP32, Layer
+from engine.shapes import FP32, Layer, norm_saved
 
 
 def plan(job: Job, step: int) -> Plan:
@@ -35,10 +35,11 @@ def forward(job: Job, layer: Layer) -> Cut:
     if layer.name == "embed":
         tokens = piece(layer, "tokens", "token", output=layer.output)
         scatter = collective("reduce_scatter", "embed.tokens", layer.output_bytes)
-        return [tokens, scatter, piece(layer, "sum", "position", saved=layer.saved, output=shard)]
+        return [tokens, scatter, piece(layer, "sum", "position", saved=job.item * math.prod(shard), output=shard)]
     if layer.name == "head":
+        norm = piece(layer, "norm", "norm", saved=_norm(job), output=shard)
         gather = collective("all_gather", "head.logits", job.item * math.prod(shard))
-        return [piece(layer, "norm", "norm", output=shard), gather, *loss(job, layer)]
+        return [norm, gather, *loss(job, layer, job.item * job.spec.context * job.spec.hidden)]
     return _in_turn(_pieces(job, layer), "all_gather", "reduce_scatter")
 
 
@@ -51,7 +52,7 @@ def backward(job: Job, layer: Layer) -> Cut:
         tokens = piece(layer, "tokens", "token", output=layer.output)
         return [pieces[0], position, pieces[1], collective("all_gather", "embed.tokens", size), tokens]
     if layer.name == "head":
-        logits, *_ = loss(job, layer)
+        logits, *_ = loss(job, layer, 0)
         scatter = collective("reduce_scatter", "head.logits", job.layers[-2].output_bytes)
         return [logits, scatter, piece(layer, "norm", "norm", output=shard)]
     return _in_turn(_pieces(job, layer)[::-1], "all_gather", "reduce_scatter")
@@ -60,6 +61,12 @@ def backward(job: Job, layer: Layer) -> Cut:
 def _tokens(job: Job) -> tuple[int, int]:
     """What a rank has of one sample between the matrices: [context / ranks, hidden]."""
     return (job.spec.context // job.degree("tp"), job.spec.hidden)
+
+
+def _norm(job: Job) -> int:
+    """What a norm of a rank's tokens keeps but its output, which is gathered."""
+    tokens, hidden = _tokens(job)
+    return job.item * tokens * (norm_saved(hidden) - hidden)
 
 
 def _in_turn(pieces: list[Layer], before: str, after: str) -> Cut:
@@ -80,21 +87,21 @@ def _in_turn(pieces: list[Layer], before: str, after: str) -> Cut:
 def _pieces(job: Job, layer: Layer) -> list[Layer]:
     """A block, cut wherever its tokens are gathered or scattered. DTensor keeps the gathered input of each pair."""
     (c, h), heads, ranks, tokens = layer.output, job.spec.heads, job.degree("tp"), _tokens(job)
-    norm = layer.item * tokens[0] * h
+    part = layer.item * tokens[0] * h
     return [
-        piece(layer, "norm1", "norm1", saved=norm, output=tokens),
+        piece(layer, "norm1", "norm1", saved=_norm(job), output=tokens),
         piece(
             layer, "attention", "qkv", "proj",
             flops=(2 * c * 4 * h * h + 2 * 2 * c * c * h) // ranks,
             saved=layer.item * c * (h + 4 * h // ranks) + FP32 * c * heads // ranks,
             output=layer.output,
         ),
-        piece(layer, "norm2", "norm2", saved=norm, output=tokens),
+        piece(layer, "norm2", "norm2", saved=part + _norm(job), output=tokens),
         piece(
             layer, "mlp", "up", "down",
             flops=2 * c * 8 * h * h // ranks,
             saved=layer.item * c * (h + 8 * h // ranks),
             output=layer.output,
         ),
-        piece(layer, "sum", output=tokens),
+        piece(layer, "sum", saved=part, output=tokens),
     ]  # fmt: skip

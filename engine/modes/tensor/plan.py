@@ -5,13 +5,14 @@ way back, the gradient of the input of a layer cut by columns, where anybody nee
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 
 from engine import chain
 from engine.job import Job
 from engine.modes.tensor.shards import held, parameters_in, piece, styles
 from engine.plan import Mesh, Op, Plan, Program
-from engine.shapes import FP32, Layer
+from engine.shapes import FP32, Layer, norm_saved
 
 Cut = list[Layer | Op]  # pieces of a layer, and the collectives between them, for one sample
 
@@ -74,7 +75,7 @@ def forward(job: Job, layer: Layer) -> Cut:
             piece(layer, "sum", "position", output=whole, saved=layer.saved),
         ]
     if layer.name == "head":
-        return loss(job, layer)
+        return loss(job, layer, job.item * layer.output[0] * norm_saved(job.spec.hidden))
     if layer.name.startswith("block"):
         attention, mlp, size = *_halves(job, layer), layer.output_bytes
         total = [collective("all_reduce", part.name, size) for part in (attention, mlp)]
@@ -88,7 +89,7 @@ def forward(job: Job, layer: Layer) -> Cut:
 def backward(job: Job, layer: Layer) -> Cut:
     style = styles(job).get(layer.name)
     if layer.name == "head":
-        logits, total = _logits(job, layer), collective("all_reduce", "head.logits", job.layers[-2].output_bytes)
+        logits, total = _logits(job, layer, 0), collective("all_reduce", "head.logits", job.layers[-2].output_bytes)
         return [logits, total, piece(layer, "norm", "norm", output=job.layers[-2].output)]
     if layer.name.startswith("block"):
         attention, mlp, size = *_halves(job, layer), layer.output_bytes
@@ -101,29 +102,28 @@ def backward(job: Job, layer: Layer) -> Cut:
     return [_dense(job, layer, style) if style else layer]
 
 
-def loss(job: Job, layer: Layer) -> Cut:
+def loss(job: Job, layer: Layer, normed: int) -> Cut:
     """This rank's part of the logits, and the loss: for each token the largest logit of all ranks, the sum of
-    exponentials, and the target's log-probability, which one rank knows (torch's loss_parallel)."""
+    exponentials, and the target's log-probability, which one rank knows (torch's loss_parallel). `normed`: bytes kept
+    of the norm before them."""
     context = layer.output[0]
-    cut: Cut = [_logits(job, layer)]
+    cut: Cut = [_logits(job, layer, normed)]
     for before, after in (("logits", "largest"), ("largest", "total"), ("total", "loss")):
         cut += [collective("all_reduce", f"head.{before}", FP32 * context), piece(layer, after, output=(context,))]
     return cut
 
 
-def _logits(job: Job, layer: Layer) -> Layer:
+def _logits(job: Job, layer: Layer, normed: int) -> Layer:
     context, vocabulary = layer.output
     flops, output = layer.flops // job.degree("tp"), (context, vocabulary // job.degree("tp"))
-    return piece(layer, "logits", "linear", flops=flops, saved=layer.saved, output=output)
+    return piece(layer, "logits", "linear", flops=flops, saved=normed + layer.item * math.prod(output), output=output)
 
 
 def _dense(job: Job, layer: Layer, style: str) -> Layer:
     """A linear layer of which this rank has some of the outputs (column) or of the inputs (row)."""
-    outputs, inputs = layer.params[0][1]  # of this rank
-    relu = layer.name != job.layers[-1].name
-    output = (outputs,) if style == "column" else layer.output
+    output = (layer.params[0][1][0],) if style == "column" else layer.output
     return dataclasses.replace(
-        layer, flops=layer.flops // job.degree("tp"), saved=layer.item * (inputs + outputs * relu), output=output
+        layer, flops=layer.flops // job.degree("tp"), saved=layer.item * math.prod(output), output=output
     )
 
 
@@ -133,13 +133,13 @@ def _halves(job: Job, layer: Layer) -> tuple[Layer, Layer]:
     attention = piece(
         layer, "attention", "norm1", "qkv", "proj",
         flops=(2 * c * 4 * h * h + 2 * 2 * c * c * h) // ranks,
-        saved=layer.item * c * (2 * h + 4 * h // ranks) + FP32 * c * heads // ranks,
+        saved=layer.item * c * (norm_saved(h) + 4 * h // ranks) + FP32 * c * heads // ranks,
         output=layer.output,
     )  # fmt: skip
     mlp = piece(
         layer, "mlp", "norm2", "up", "down",
         flops=2 * c * 8 * h * h // ranks,
-        saved=layer.item * c * (2 * h + 8 * h // ranks),
+        saved=layer.item * c * (h + norm_saved(h) + 8 * h // ranks + h),  # the sum before it and the one after
         output=layer.output,
     )  # fmt: skip
     return attention, mlp

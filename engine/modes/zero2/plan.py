@@ -1,5 +1,7 @@
 """A job under fully_shard(reshard_after_forward=False) -> its plan: every layer gathered once, kept until backward."""
 
+import itertools
+
 from engine import chain
 from engine.job import Job
 from engine.modes.fsdp.plan import forward, reduce, sharded
@@ -18,4 +20,9 @@ def plan(job: Job, step: int) -> Plan:
             ops += [*compute, *(reduce(layer, job, mesh) if synced else ())]
         return ops
 
-    return sharded(job, mesh, passes, gathered=sum(gathered_bytes(layer, ranks) for layer in job.layers))
+    sizes = [gathered_bytes(layer, ranks) for layer in job.layers]
+    # All layers so far are whole; the last was copied out of what was gathered, and what the one before was gathered
+    # into is still there.
+    beside = [a + b if ranks > 1 else 0 for a, b in itertools.pairwise([0, *sizes])]
+    gathered = max(whole + flat for whole, flat in zip(itertools.accumulate(sizes), beside, strict=True))
+    return sharded(job, mesh, passes, gathered=gathered)

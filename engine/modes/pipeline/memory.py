@@ -1,0 +1,31 @@
+"""The stages of a rank -> what PyTorch's pipelining keeps beside them the whole step long.
+
+Each activation and each gradient has a place to be received in, for every microbatch. What comes from a stage on the
+same rank is kept itself, and so are the outputs of a last stage. What was sent is held by the handle of its message: in
+schedules of several stages until the step ends (there a send keeps it, in the plan), in 1F1B that of the last warm-up
+forward but one.
+"""
+
+from collections.abc import Sequence
+
+from engine.job import Job
+
+
+def beside(job: Job, stages: Sequence[int], pipelines: list[range]) -> dict[str, int]:
+    spec = job.spec
+    sizes = [layers[-1].output_bytes * spec.global_batch for layers in job.stages]
+    received = outputs = 0
+    for pipeline in pipelines:
+        for stage in set(stages) & set(pipeline):
+            if stage == pipeline[-1]:
+                outputs += sizes[stage]
+            elif stage + 1 not in stages:
+                received += sizes[stage]
+            if stage != pipeline[0] and stage - 1 in stages:
+                outputs += sizes[stage - 1]
+            elif stage != pipeline[0]:
+                received += sizes[stage - 1]
+            warmup = len(pipeline) - stage
+            if spec.schedule == "1f1b" and warmup > 1 and spec.microbatches >= 2 * warmup - 1:
+                outputs += sizes[stage] // spec.microbatches
+    return {"received": received, "outputs": outputs}

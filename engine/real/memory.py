@@ -1,0 +1,165 @@
+"""One more step of a training that is done -> the bytes that a rank holds in it, by category, in its memory file.
+
+PyTorch's MemTracker knows every tensor's memory and when it goes, with DTensor, FSDP and pipelines alike. Its hooks on
+modules are left out: they break a backward pass in halves, and do not let a module run twice in a step. What no op of
+the step makes was made before, or by code that asks for memory itself (DDP's reducer): such a tensor is met as the
+input of an op, and then counts as a buffer.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._guards import active_fake_mode
+from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
+from torch.distributed._tools.mod_tracker import ModTracker
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+
+from engine.cost.memory import CATEGORIES
+from engine.job import Job
+from engine.real.training import Place, Training, update
+
+KINDS = {
+    "parameters": _MemRefType.PARAM,
+    "gradients": _MemRefType.GRAD,
+    "optimizer": _MemRefType.OPT,
+    "activations": _MemRefType.ACT,
+    "buffers": _MemRefType.OTH,
+}
+OUTSIDE = _MemRefType.BUFFER  # of the data set, which is no part of the training's memory
+LET_GO = 0.002  # seconds in which gloo's threads let go of the tensors that they moved
+
+
+def measure(job: Job, place: Place, training: Training) -> None:
+    """Called when the training is done, since it takes one more optimizer step. nn.DataParallel computes on threads of
+    its own, which no tracker sees; its four steps on the CPU are taken in turn for this."""
+    threads = job.spec.mode == "data_parallel"
+    if threads and place.device.type != "cpu":
+        return
+    ledger = Ledger(place.device, training)
+    in_turn = InTurn(training, ledger) if threads else None
+    with ledger:
+        training.make_gradients(job.steps - 1)
+        ledger.settle()
+        update(training, place.recorder)
+        ledger.settle()
+    held = in_turn.held() if in_turn else [ledger.held]
+    (place.run_dir / f"rank{place.rank}.memory.json").write_text(json.dumps({"devices": held}))
+
+
+class WithoutModules(ModTracker):
+    """Knows whether a backward pass is going on, and hooks into no module."""
+
+    def __enter__(self) -> WithoutModules:
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+
+class Ledger(MemTracker):
+    """MemTracker, with our categories. `held`: the most bytes of each.
+
+    Activations are counted when a backward pass begins, when most are kept: what exists during an op only is not kept.
+    Gradients and optimizer state are counted when they are complete.
+    """
+
+    def __init__(self, device: torch.device, training: Training):
+        super().__init__()
+        self._mod_tracker = WithoutModules()
+        self.device, self.training, self.task = device, training, -1
+        self.held = dict.fromkeys(CATEGORIES, 0)
+        if (batches := getattr(training, "batches", None)) is not None:
+            self.mark(vars(batches).values(), OUTSIDE)
+        self.settle()
+
+    def settle(self) -> None:
+        """Between passes: whatever is a parameter, a gradient or optimizer state by now counts as such."""
+        parameters, optimizer = self.training.held().values(), self.training.optimizer
+        own = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+        self.mark(parameters, _MemRefType.PARAM)
+        self.mark([parameter.grad for parameter in parameters], _MemRefType.GRAD)
+        self.mark([value for state in own.state.values() for value in state.values()], _MemRefType.OPT)
+        self._count("parameters", "gradients", "optimizer")
+
+    def mark(self, tensors: Iterable[Any], kind: _MemRefType) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                self._update_and_maybe_create_winfos(tensor, kind)
+
+    def now(self, category: str) -> int:
+        return self._curr_mem_snap.get(self.device, {}).get(KINDS[category], 0)
+
+    def _count(self, *categories: str) -> None:
+        for category in categories:
+            self.held[category] = max(self.held[category], self.now(category))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its op on the local tensors comes next
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self.task):
+            if dist.is_initialized():
+                time.sleep(LET_GO)
+            self._count("activations")
+        self.task = task
+        result = func(*args, **(kwargs or {}))
+        if active_fake_mode() is not None:  # DTensor only asks for shapes
+            return result
+        named = [result, *(kwargs or {}).values()]  # what it made, or was given to write into
+        if func.namespace == "fsdp":  # what FSDP gathers into, copies out to, and reduces from
+            self.mark(tensors_in(named), _MemRefType.OTH)
+        for tensor in tensors_in([*args, *named[1:]]):
+            if tensor.dim():  # a constant is no buffer
+                self._track(_MemRefType.OTH, tensor)
+        for tensor in tensors_in(named[:1]):
+            self._track(_MemRefType.ACT if task == -1 else _MemRefType.TEMP, tensor)
+        self._count("buffers")
+        return result
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+class InTurn:
+    """The devices of nn.DataParallel on the CPU, one after the other on this thread."""
+
+    def __init__(self, training: Any, ledger: Ledger):
+        training.pool = self
+        self.replicas, self.ledger = training.replicas, ledger
+        self.kept: list[int] = []  # activations of each device
+        for replica in self.replicas:
+            ledger.mark(replica.parameters(), OUTSIDE)
+            replica.register_forward_pre_hook(self._begin)
+            replica.register_forward_hook(self._end)
+
+    map = staticmethod(map)
+
+    def _begin(self, _, inputs: tuple[torch.Tensor, ...]) -> None:
+        self.kept.append(inputs[0].nbytes - self.ledger.now("activations"))
+
+    def _end(self, *_) -> None:
+        self.kept[-1] += self.ledger.now("activations")
+
+    def held(self) -> list[dict[str, int]]:
+        """The first device has the optimizer, and all activations that are not another's."""
+        devices = []
+        for replica, kept in zip(self.replicas, self.kept, strict=True):
+            parameters = [*replica.parameters()]
+            sizes = {"parameters": parameters, "gradients": [parameter.grad for parameter in parameters]}
+            of_device = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in sizes.items()}
+            devices.append(dict.fromkeys(CATEGORIES, 0) | of_device | {"activations": kept})
+        devices[0] |= {name: self.ledger.held[name] for name in ("optimizer", "buffers")}
+        devices[0]["activations"] = self.ledger.held["activations"] - sum(self.kept[1:])
+        return devices

@@ -1,0 +1,149 @@
+"""Memory by category: the plan's bytes against closed forms, and against what a real run's tensors took."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from engine.cost.memory import CATEGORIES, by_category, errors
+from engine.predict import predict
+from engine.spec import MODES, Spec
+from tests.engine.proof import finished
+
+GPT = {"model": "gpt", "layers": 2, "hidden": 32, "heads": 2, "context": 16}
+VOCABULARY = 144  # the text's 103 characters, padded
+SHORT = {"steps": 3, "parity_steps": 0, "device": "cpu"}
+# A loss, and places of tokens (8 bytes each), are not planned.
+NEAR = 0.01
+
+
+def planned(**settings) -> list[dict[str, int]]:
+    return predict(Spec(**settings)).summary()["memory"]
+
+
+# --- closed forms ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_held_is_sorted_into_five_categories_and_nothing_is_lost():
+    standing = {"parameters": 3, "gradients": 5, "optimizer": 7, "buckets": 11, "gathered": 13, "outputs": 17, "x": 19}
+    held = by_category(standing, 23)
+    assert tuple(held) == CATEGORIES
+    assert held == {"parameters": 3, "gradients": 5, "optimizer": 7, "activations": 17 + 23, "buffers": 11 + 13 + 19}
+
+
+def test_the_peak_is_the_sum_of_the_categories():
+    for mode in MODES:
+        devices = 1 if mode == "single" else 2
+        model = GPT | ({"model": "moe"} if mode == "expert" else {})
+        summary = predict(Spec(mode=mode, devices=devices, **model)).summary()
+        assert [sum(held.values()) for held in summary["memory"]] == summary["peak_memory"]
+
+
+def test_one_device_keeps_what_autograd_keeps_of_a_gpt():
+    """Of a token: both norms' inputs without weight, outputs and scales; q, k, v; attention's output and log-sum-exps;
+    the sum between; up's output and GELU's; the block's output. Then the head's norm, and the loss's logarithms."""
+    h, heads, c = 32, 2, 16
+    block = 2 * (2 * h + 1) + 3 * h + h + heads + h + 8 * h + h
+    token = 4 * (h + 2 * block + 2 * h + 1 + VOCABULARY) + 2 * 8  # and itself, and its target
+    (held,) = planned(mode="single", devices=1, global_batch=48, **GPT)
+    assert held["activations"] == 48 * c * token
+    assert held["buffers"] == 0
+
+
+def test_a_pipeline_keeps_what_is_in_flight_and_a_place_for_each_message():
+    """1F1B on 4 stages of one mlp layer each, 8 microbatches of 6: stage i has 4 - i in flight. A warm-up send of it is
+    held by its handle; not of the last stage, which keeps its 10 outputs for all microbatches."""
+    ranks = planned(mode="pipeline", devices=4, model="mlp", layers=3, global_batch=48, microbatches=8)
+    one = 6 * 256 * 4
+    assert [held["activations"] for held in ranks] == [
+        48 * 784 * 4 + (4 + 1) * one,
+        (3 + 1) * one,
+        (2 + 1) * one,
+        48 * 8 + 48 * 10 * 4 + 6 * 10 * 4,
+    ]
+    assert [held["buffers"] for held in ranks] == [8 * one, 16 * one, 16 * one, 8 * one]
+
+
+def test_the_more_stages_are_before_the_less_is_in_flight_and_gpipe_keeps_all():
+    settings = {"mode": "pipeline", "devices": 2, "model": "mlp", "global_batch": 48, "microbatches": 8}
+    gpipe, ofob = (planned(schedule=name, **settings)[0]["activations"] for name in ("gpipe", "1f1b"))
+    assert gpipe - ofob == (8 - 3) * 6 * 256 * 4
+
+
+# --- measured -------------------------------------------------------------------------------------------------------
+
+EXACT = ("parameters", "gradients", "optimizer")
+INDEX = 64  # bytes: the places of a rank's own tokens, under context parallelism
+MLP = {"model": "mlp", "global_batch": 48}
+CASES = {
+    "single": ("single", 1, {"model": "cnn", "global_batch": 48}),
+    "single-gpt": ("single", 1, GPT | {"optimizer": "adamw"}),
+    "data_parallel": ("data_parallel", 3, MLP),
+    "ddp": ("ddp", 2, MLP | {"bucket_mb": 0.2}),
+    "zero1": ("zero1", 3, MLP | {"optimizer": "adamw"}),
+    "zero2": ("zero2", 3, MLP),
+    "fsdp": ("fsdp", 4, MLP | {"hidden": 30}),  # 30 rows on 4 ranks: 8, 8, 8 and 6; the output's 10: 3, 3, 3 and 1
+    "hsdp": ("hsdp", 4, MLP | {"optimizer": "adamw"}),
+    "layer_split": ("layer_split", 3, MLP),
+    "pipeline": ("pipeline", 2, {"model": "cnn", "global_batch": 48}),
+    "interleaved": ("pipeline", 2, MLP | {"layers": 7, "schedule": "interleaved_1f1b"}),
+    "zbv": ("pipeline", 2, MLP | {"layers": 7, "schedule": "zbv"}),
+    "tensor": ("tensor", 2, GPT),
+    "sequence": ("sequence", 2, GPT),
+    "context": ("context", 2, GPT),
+    "expert": ("expert", 2, GPT | {"model": "moe", "experts": 4}),
+}
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_holds_what_was_planned(case, launcher, runs_dir):
+    mode, devices, settings = CASES[case]
+    spec = Spec(mode=mode, devices=devices, **(SHORT | settings))
+    memory = finished(spec, launcher, runs_dir, measure_memory=True)["memory"]
+    assert memory["categories"] == list(CATEGORIES)
+    assert "MemTracker" in memory["method"]
+    assert len(memory["measured"]) == len(memory["planned"]) == devices
+    for plan, real in zip(memory["planned"], memory["measured"], strict=True):
+        assert {name: real[name] for name in EXACT} == {name: plan[name] for name in EXACT}
+        assert real["buffers"] == pytest.approx(plan["buffers"], abs=INDEX)
+        if mode != "expert":
+            assert real["activations"] == pytest.approx(plan["activations"], rel=NEAR)
+        assert real["activations"] > 0
+    planned, measured = (sum(held["activations"] for held in memory[name]) for name in ("planned", "measured"))
+    assert measured == pytest.approx(planned, rel=NEAR)  # one expert gets more than planned, and another less
+    assert all(memory["error"][name] == 0 for name in EXACT)
+
+
+@pytest.mark.real
+def test_measured_bytes_are_closed_forms_of_the_shards(launcher, runs_dir):
+    """FSDP on 4 ranks of an mlp 784-30-30-10, under AdamW: rows of each tensor, padded where they are allocated."""
+    spec = Spec(mode="fsdp", devices=4, model="mlp", hidden=30, optimizer="adamw", global_batch=48, **SHORT)
+    memory = finished(spec, launcher, runs_dir, measure_memory=True)["memory"]
+    rows = {784: 30, 30: 30}
+    tensors = [(rows[784], 784), (30, 1), (rows[30], 30), (30, 1), (10, 30), (10, 1)]
+    padded = 4 * sum(math.ceil(n / 4) * width for n, width in tensors)
+    for rank, held in enumerate(memory["measured"]):
+        mine = 4 * sum(max(0, min(math.ceil(n / 4), n - rank * math.ceil(n / 4))) * width for n, width in tensors)
+        assert held["parameters"] == held["gradients"] == padded
+        assert held["optimizer"] == 2 * mine + 4 * len(tensors)
+
+
+@pytest.mark.real
+def test_one_more_step_changes_nothing_that_is_told_of_a_run(launcher, runs_dir):
+    spec = Spec(mode="ddp", devices=2, model="mlp", steps=4, device="cpu")
+    with_, without = (finished(spec, launcher, runs_dir, measure_memory=on) for on in (True, False))
+    for name in ("losses", "validation_accuracy", "parity", "steps"):
+        assert with_[name] == without[name]
+    assert with_["conformance"] == without["conformance"]
+    assert with_["conformance"]["ok"]
+    assert without["memory"]["measured"] is None
+    assert without["memory"]["reason"] == "measure-memory was off"
+
+
+def test_the_error_of_a_category_is_that_of_the_rank_that_is_furthest_off():
+    plan = [dict.fromkeys(CATEGORIES, 100), dict.fromkeys(CATEGORIES, 100)]
+    real = [dict.fromkeys(CATEGORIES, 100), dict.fromkeys(CATEGORIES, 100) | {"buffers": 0, "activations": 125}]
+    found = errors(plan, real)
+    assert found == dict.fromkeys(CATEGORIES, 0.0) | {"buffers": None, "activations": pytest.approx(-0.2)}

@@ -1,0 +1,132 @@
+"""Bytes by category, planned and maybe measured -> a stacked bar for each rank; equal ranks share one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.cost.memory import CATEGORIES
+from viz import theme
+from viz.figures.words import Text, show_bytes
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+ROWS = 12  # bars that fit; more ranks that differ are left out, and the figure says so
+# What fills the memory looks like what computes it, or moves.
+LOOKS = {
+    "parameters": "weights",
+    "gradients": "gradient",
+    "optimizer": "optimizer",
+    "activations": "activation",
+    "buffers": "other",
+}
+HATCHED = {"shape": "/", "fgopacity": 0.45, "size": 8, "solidity": 0.25}
+
+
+class Row(NamedTuple):
+    """Ranks that hold the same. `measured` is None where there is none."""
+
+    first: int
+    last: int
+    planned: Mapping[str, int]
+    measured: Mapping[str, int] | None
+
+
+class MemoryInfo(NamedTuple):
+    rows: tuple[Row, ...]
+    categories: tuple[str, ...]  # those of which any rank holds something
+    hidden: int  # ranks that are not drawn
+
+    @property
+    def ranks(self) -> int:
+        return (self.rows[-1].last + 1 if self.rows else 0) + self.hidden
+
+
+def memory_info(planned: Sequence[Mapping[str, int]], measured: Sequence[Mapping[str, int]] | None) -> MemoryInfo:
+    """One entry a rank."""
+    pairs = list(zip(planned, measured or [None] * len(planned), strict=True))
+    rows: list[Row] = []
+    rank = 0
+    for (plan, real), alike in groupby(pairs):
+        count = len(list(alike))
+        rows.append(Row(rank, rank + count - 1, plan, real))
+        rank += count
+    held = [each for pair in pairs for each in pair if each]
+    categories = tuple(name for name in CATEGORIES if any(each[name] for each in held))
+    hidden = rank - rows[ROWS].first if len(rows) > ROWS else 0
+    return MemoryInfo(tuple(rows[:ROWS]), categories, hidden)
+
+
+def plot_memory(info: MemoryInfo, text: Text) -> go.Figure:
+    """Planned hatched, measured solid below it, one colour a category."""
+    import plotly.graph_objects as go
+
+    both = any(row.measured for row in info.rows)
+    sources = [("predicted", "planned", -0.21 if both else 0.0)] + ([("measured", "measured", 0.21)] if both else [])
+    thick = 0.36 if both else 0.6
+    size, unit = _unit(max((sum(row.planned.values()) for row in info.rows), default=0))
+    data = []
+    for source, field, shift in sources:
+        below = [0] * len(info.rows)
+        for category in info.categories:
+            held = [(getattr(row, field) or {}).get(category, 0) for row in info.rows]
+            colour, ink, *_ = theme.LOOKS[LOOKS[category]]
+            name = text(f"figure.memory.{category}")
+            data.append({
+                "type": "bar", "orientation": "h", "name": name, "legendgroup": category,
+                "showlegend": source == sources[-1][0],
+                "x": [_round(value / size) for value in held], "base": [_round(value / size) for value in below],
+                "y": [i + shift for i in range(len(info.rows))], "width": thick,
+                "marker": {
+                    "color": colour, "line": {"color": theme.GROUND, "width": 1},
+                    **({"pattern": HATCHED | {"bgcolor": colour, "fgcolor": ink}} if source == "predicted" else {}),
+                },
+                "hovertext": [_hover(row, category, text) for row in info.rows], "hoverinfo": "text",
+            })  # fmt: skip
+            below = [a + b for a, b in zip(below, held, strict=True)]
+    names = [text("figure.rank", rank=r.first) if r.first == r.last else _ranks(r, text) for r in info.rows]
+    notes = []
+    if info.hidden:
+        words = text("figure.not_drawn", drawn=info.ranks - info.hidden, total=info.ranks)
+        notes = [{"text": words, "showarrow": False, "xref": "paper", "yref": "paper", "x": 0, "y": -0.02,
+                  "yshift": -46, "xanchor": "left"}]  # fmt: skip
+    layout = theme.layout(
+        height=110 + (64 if both else 44) * max(1, len(names)) + (24 if info.hidden else 0),
+        barmode="overlay",
+        showlegend=True,
+        legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal"},
+        margin={"t": 44, "b": 76 if info.hidden else 48},
+        xaxis={"ticksuffix": f" {unit}", "nticks": 7, "showline": True, "linecolor": theme.LINE, "rangemode": "tozero"},
+        yaxis={
+            "tickvals": list(range(len(names))),
+            "ticktext": names,
+            "range": [len(names) - 0.5, -0.5],
+            "automargin": True,
+            "ticks": "outside",
+            "ticklen": 8,
+            "tickcolor": "rgba(0,0,0,0)",
+        },
+        annotations=notes,
+    )
+    return go.Figure({"data": data, "layout": layout})
+
+
+def _ranks(row: Row, text: Text) -> str:
+    return text("figure.ranks", ranks=f"{row.first}–{row.last}")
+
+
+def _unit(most: float) -> tuple[float, str]:
+    return next(((scale, name) for scale, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if most >= scale), (1.0, "B"))
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def _hover(row: Row, category: str, text: Text) -> str:
+    values = {"category": text(f"figure.memory.{category}"), "predicted": show_bytes(row.planned[category])}
+    if row.measured is None:
+        return text("figure.memory.planned", **values)
+    return text("figure.memory.hover", **values, measured=show_bytes(row.measured[category]))
