@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from engine.job import Job
 from engine.plan import Op
@@ -73,6 +74,21 @@ def _recompute(layer: Layer, samples: int, spec: Spec, **where: int) -> Op:
     traffic = layer.param_bytes + samples * (layer.saved + layer.output_bytes)
     again = (layer.saved - kept(layer, spec)) * samples
     return Op(kind="recompute", part=layer.name, flops=flops, bytes=traffic, saved=again, **where)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A layer as a rank computes it: with the parameters that it then has, and the ops of its passes."""
+
+    layer: Layer
+    forward: tuple[Op, ...]
+    backward: tuple[Op, ...]
+
+
+def units(layers: Sequence[Layer], samples: int, *, stage: int = 0, spec: Spec | None = None) -> list[Unit]:
+    """Layers that a rank computes whole."""
+    ways = (forward, backward)
+    return [Unit(layer, *(tuple(way([layer], samples, stage=stage, spec=spec)) for way in ways)) for layer in layers]
 
 
 def whole_stage(ops: Sequence[Op]) -> Op:

@@ -15,17 +15,22 @@ from engine.schedules import given
 from engine.schedules.csv_form import ScheduleFileError
 from engine.schedules.messages import OrderError
 from engine.settings import (
+    CONTEXT_SETTINGS,
     DATA_MODES,
     MAX_RING,
     MODE_MODELS,
+    MODE_SETTINGS,
     MODEL_REASONS,
     ONE_BUCKET_MB,
     ONE_PROCESS_MODES,
+    PIPELINE_SETTINGS,
+    PLANNED_ONLY,
     SEVERAL_STAGES,
     SPLIT_BACKWARD,
     STAGE_MODES,
     TENSOR_MODES,
     degrees,
+    replicas,
 )
 from engine.shapes import Layer, balance
 from engine.spec import MAX_DEVICES, Spec
@@ -49,28 +54,38 @@ def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
             raise SpecError("option_of_model", setting, value, model=model, reason=reason)
     if spec.recompute == "selective" and not any(layer.products for layer in layers):
         raise SpecError("nothing_to_recompute", "recompute", "selective", suggest=["none", "full"], model=spec.model)
-    if spec.mode in TENSOR_MODES:
+    if spec.mode in TENSOR_MODES or degrees(spec).get("tp", 1) > 1:
         _check_shards(spec, layers)
     if spec.mode == "context":
         return check_context(spec)
+    if spec.mode == "hybrid":
+        spec = _check_context_axis(spec)
     if spec.mode == "expert" and spec.experts % spec.devices:
         raise _experts_left(spec)
     if spec.mode == "hsdp":
         return _check_degrees(spec)
-    if spec.mode not in STAGE_MODES:
+    if spec.mode == "hybrid" and spec.pp == 1:
+        return _without_pipeline(spec)
+    if spec.mode == "hybrid":
+        spec = spec.with_(schedule=spec.schedule or MODE_SETTINGS["pipeline"]["schedule"])
+        if spec.schedule == "dualpipe":  # its two copies of the model are replicas already
+            good = [name for name in schedules.TABLE if name not in PLANNED_ONLY]
+            raise SpecError("schedule_of_mode", "schedule", spec.schedule, suggest=good, mode=spec.mode)
+    elif spec.mode not in STAGE_MODES:
         return spec
+    ranks, setting = degrees(spec)["pp"], _name_of("pp", spec)
     if spec.schedule_file is not None:
         spec = _check_schedule_file(spec, layers)
         stages, enough = len(pipelines(spec)[0]), []
-    elif spec.mode == "pipeline":
+    elif spec.schedule is not None:
         spec = _check_schedule(spec, layers)
         stages, enough = len(pipelines(spec)[0]), _enough_devices(spec, layers)
     else:
-        stages, enough = spec.devices, [*range(1, len(layers) + 1)]
+        stages, enough = ranks, [*range(1, len(layers) + 1)]
     if stages > len(layers):
-        setting, good = "devices", enough[-1:]
+        good = enough[-1:]
         if not good:
-            setting, good = "stages_per_rank", [v for v in [len(layers) // spec.devices] if v]
+            setting, good = "stages_per_rank", [v for v in [len(layers) // ranks] if v]
         value = getattr(spec, setting)
         names = {"model": spec.model, "layers": len(layers), "stages": stages}
         raise SpecError("too_many_stages", setting, value, suggest=good, **names)
@@ -85,7 +100,34 @@ def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
     elif len(spec.split) != stages or sum(spec.split) != len(layers) or min(spec.split) < 1:
         text = ",".join(map(str, balanced))
         raise SpecError("split_sum", "split", spec.split, suggest=[text], stages=stages, layers=len(layers))
-    return _check_microbatches(spec) if spec.mode == "pipeline" and spec.schedule_file is None else spec
+    return _check_microbatches(spec) if spec.schedule is not None else spec
+
+
+def _name_of(axis: str, spec: Spec) -> str:
+    """The setting that gives an axis its degree."""
+    return axis if axis in MODE_SETTINGS[spec.mode] else "devices"
+
+
+def _check_context_axis(spec: Spec) -> Spec:
+    """Sequences are dealt out to ranks that otherwise are replicas or shards of one model."""
+    if spec.cp == 1:
+        for name in CONTEXT_SETTINGS:
+            if getattr(spec, name) is not None:
+                raise SpecError("needs_axis", name, getattr(spec, name), axis="cp")
+        return spec
+    if spec.model not in MODE_MODELS["context"]:
+        raise SpecError("model_of_mode", "model", spec.model, suggest=MODE_MODELS["context"], mode="context")
+    for other in ("pp", "dp", "tp"):
+        if getattr(spec, other) > 1:
+            raise SpecError("axes_together", "cp", spec.cp, suggest=[1], other=other, works="fsdp")
+    return check_context(spec.with_(attention=spec.attention or MODE_SETTINGS["context"]["attention"]), "cp")
+
+
+def _without_pipeline(spec: Spec) -> Spec:
+    for name in PIPELINE_SETTINGS:
+        if getattr(spec, name) is not None:
+            raise SpecError("needs_axis", name, getattr(spec, name), axis="pp")
+    return spec
 
 
 def stages_per_rank(schedule: str) -> int:
@@ -96,7 +138,7 @@ def stages_per_rank(schedule: str) -> int:
 def pipelines(spec: Spec) -> list[range]:
     if spec.schedule_file is not None:
         return given.read(spec.schedule_file).pipelines
-    return schedules.pipelines(spec.schedule, spec.devices, spec.stages_per_rank)
+    return schedules.pipelines(spec.schedule, degrees(spec)["pp"], spec.stages_per_rank)
 
 
 def _check_schedule_file(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
@@ -144,10 +186,13 @@ def _check_schedule(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
     """Rules of the schedule about stages and devices; those about microbatches come after the layers are split."""
     if spec.stages_per_rank is None:
         spec = spec.with_(stages_per_rank=stages_per_rank(spec.schedule))
-    broken = schedules.check(spec.schedule, spec.devices, spec.stages_per_rank, spec.microbatches or 1)
+    ranks = degrees(spec)["pp"]
+    broken = schedules.check(spec.schedule, ranks, spec.stages_per_rank, spec.microbatches or 1)
     if broken and broken.setting != "microbatches":
-        good = broken.suggest if broken.setting != "devices" else nearest(_enough_devices(spec, layers), spec.devices)
-        raise SpecError(broken.code, broken.setting, broken.value, suggest=good, **broken.values)
+        setting, good = broken.setting, broken.suggest
+        if setting == "devices":
+            setting, good = _name_of("pp", spec), nearest(_enough_devices(spec, layers), ranks)
+        raise SpecError(broken.code, setting, broken.value, suggest=good, **broken.values)
     return spec
 
 
@@ -158,13 +203,13 @@ def _check_shards(spec: Spec, layers: tuple[Layer, ...]) -> None:
     vocabulary = layers[-1].output[-1]
     gpt = {"heads": spec.heads, "context": spec.context, "vocabulary": vocabulary}
     sizes = gpt if spec.model == "gpt" else {"features": features}
-    if spec.mode == "tensor":
+    if spec.mode != "sequence":
         sizes.pop("context", None)
-    shared = math.gcd(*sizes.values())
-    if shared % spec.devices:
-        good = nearest([d for d in range(1, shared + 1) if shared % d == 0], spec.devices, 8)
+    shared, ranks = math.gcd(*sizes.values()), degrees(spec)["tp"]
+    if shared % ranks:
+        good = nearest([d for d in range(1, shared + 1) if shared % d == 0], ranks, 8)
         what = ", ".join(f"{name} {size}" for name, size in sizes.items())
-        raise SpecError("devices_divide", "devices", spec.devices, suggest=good, model=spec.model, sizes=what)
+        raise SpecError("devices_divide", _name_of("tp", spec), ranks, suggest=good, model=spec.model, sizes=what)
 
 
 def check_context(spec: Spec, setting: str = "devices") -> Spec:
@@ -224,26 +269,27 @@ def _check_degrees(spec: Spec) -> Spec:
 
 def _enough_devices(spec: Spec, layers: tuple[Layer, ...]) -> list[int]:
     """The numbers of devices for whose stages there are layers, and that the schedule can have."""
-    a_device = len(pipelines(spec.with_(devices=1))[0])
+    a_device = len(schedules.pipelines(spec.schedule, 1, spec.stages_per_rank)[0])
     numbers = range(1, len(layers) // a_device + 1)
     broken = [schedules.check(spec.schedule, number, spec.stages_per_rank, 1) for number in numbers]
     return [n for n, b in zip(numbers, broken, strict=True) if b is None or b.setting != "devices"]
 
 
 def _check_microbatches(spec: Spec) -> Spec:
-    batch = spec.global_batch
+    batch = spec.global_batch // replicas(spec)
     enough = _possible_microbatches(spec, batch)
     if not enough:  # whatever microbatches is: the batch cannot be cut as the schedule asks
         good = schedules.rules.nearest(lambda size: bool(_possible_microbatches(spec, size)), batch)
-        names = {"schedule": spec.schedule, "devices": spec.devices}
-        raise SpecError("batch_of_schedule", "global_batch", batch, suggest=good, **names)
+        names = {"schedule": spec.schedule, "devices": degrees(spec)["pp"]}
+        good = [size * replicas(spec) for size in good]
+        raise SpecError("batch_of_schedule", "global_batch", spec.global_batch, suggest=good, **names)
     if spec.microbatches is None:
-        roomy = [d for d in enough if d >= 2 * spec.devices]
+        roomy = [d for d in enough if d >= 2 * degrees(spec)["pp"]]
         spec = spec.with_(microbatches=roomy[0] if roomy else enough[-1])
     count = spec.microbatches
     if batch % count:
         raise SpecError("batch_by_microbatches", "microbatches", count, suggest=nearest(enough, count), batch=batch)
-    if broken := schedules.check(spec.schedule, spec.devices, spec.stages_per_rank, count):
+    if broken := schedules.check(spec.schedule, degrees(spec)["pp"], spec.stages_per_rank, count):
         raise SpecError(broken.code, "microbatches", count, suggest=nearest(enough, count), **broken.values)
     return spec
 
@@ -251,7 +297,8 @@ def _check_microbatches(spec: Spec) -> Spec:
 def _possible_microbatches(spec: Spec, batch: int) -> list[int]:
     """The numbers of equal parts of a batch that the schedule can run."""
     divisors = [d for d in range(1, batch + 1) if batch % d == 0]
-    return [d for d in divisors if schedules.check(spec.schedule, spec.devices, spec.stages_per_rank, d) is None]
+    ranks = degrees(spec)["pp"]
+    return [d for d in divisors if schedules.check(spec.schedule, ranks, spec.stages_per_rank, d) is None]
 
 
 def check_fault(spec: Spec, fault: Fault, steps: int) -> None:
@@ -283,17 +330,20 @@ def check_compression(spec: Spec) -> Spec:
 
 def check_batch(spec: Spec, num_train: int) -> None:
     """Rules about the batch as a whole; how a rank's part of it is cut into micro-steps comes last."""
+    parts = spec.devices if spec.mode in DATA_MODES else replicas(spec)
     if spec.global_batch > num_train:
-        step = math.lcm(spec.devices if spec.mode in DATA_MODES else 1, spec.microbatches or 1)
+        step = parts * (spec.microbatches or 1) if spec.mode == "hybrid" else math.lcm(parts, spec.microbatches or 1)
         good = [num_train // step * step] if num_train >= step else []
         raise SpecError(
             "batch_too_large", "global_batch", spec.global_batch, suggest=good, samples=num_train, dataset=spec.dataset
         )
-    if spec.mode in DATA_MODES and spec.global_batch % spec.devices:
-        below = spec.global_batch // spec.devices * spec.devices
-        good = [b for b in (below, below + spec.devices) if 0 < b <= num_train]
-        raise SpecError("batch_by_devices", "global_batch", spec.global_batch, suggest=good, devices=spec.devices)
-    local = spec.global_batch // (spec.devices if spec.mode in DATA_MODES else 1)
+    if spec.global_batch % parts:
+        below = spec.global_batch // parts * parts
+        good = [b for b in (below, below + parts) if 0 < b <= num_train]
+        if spec.mode == "hybrid":
+            raise SpecError("batch_by_replicas", "global_batch", spec.global_batch, suggest=good, replicas=parts)
+        raise SpecError("batch_by_devices", "global_batch", spec.global_batch, suggest=good, devices=parts)
+    local = spec.global_batch // parts
     if local % (spec.accumulate or 1):
         good = nearest([d for d in range(1, local + 1) if local % d == 0], spec.accumulate)
         raise SpecError("batch_by_microsteps", "accumulate", spec.accumulate, suggest=good, batch=local)

@@ -53,7 +53,7 @@ class Ops(Sequence):
 
 def unroll(
     passes: Mapping[str, Sequence[Op]],
-    order: Iterable[tuple[str, int]],
+    order: Iterable[tuple[str, int | None]],
     *,
     before: Sequence[Op] = (),
     after: Sequence[Op] = (),
@@ -72,7 +72,7 @@ def unroll(
     ends = np.arange(len(templates) - len(after), len(templates))
     which = np.concatenate([np.arange(len(before)), body, ends]).astype(np.int32)
     outside = [[NONE if op.microbatch is None else op.microbatch for op in ops] for ops in (before, after)]
-    repeated = np.repeat(np.array(microbatch, dtype=np.int64), lengths)
+    repeated = np.repeat(np.array([NONE if m is None else m for m in microbatch], dtype=np.int64), lengths)
     return Ops(templates, which, np.concatenate([outside[0], repeated, outside[1]]).astype(np.int64))
 
 

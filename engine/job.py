@@ -24,10 +24,10 @@ from engine.checks import (
     pipelines,
 )
 from engine.faults import parse_fault
+from engine.meshes import fill_degrees
 from engine.plan import AXES
 from engine.rules import SpecError
 from engine.settings import (
-    DATA_AXES,
     DATA_MODES,
     DEFAULT_STEPS,
     LEARNING_RATES,
@@ -40,11 +40,11 @@ from engine.settings import (
     POWERSGD_RANK,
     REASONS,
     REDUCE_SCATTER_MODES,
-    STAGE_MODES,
     TENSOR_MODES,
     TOKEN_MODELS,
     TORCH_FLOOR,
     degrees,
+    replicas,
 )
 from engine.shapes import Layer, model_layers
 from engine.spec import MAX_HEADS, MAX_REAL_DEVICES, Spec
@@ -75,7 +75,7 @@ class Job:
     @property
     def replicas(self) -> int:
         """Parts that a batch is cut into: one a device, or one a group of devices that work on the same samples."""
-        return math.prod(self.degree(axis) for axis in DATA_AXES)
+        return replicas(self.spec)
 
     @property
     def local_batch(self) -> int:
@@ -135,15 +135,27 @@ class Job:
     @property
     def stage_layers(self) -> list[range]:
         """The layers of each stage, as places in `layers`."""
-        if self.spec.mode not in STAGE_MODES:
+        if self.spec.split is None:
             return [range(len(self.layers))]
         bounds = itertools.accumulate(self.spec.split, initial=0)
-        copies = len(pipelines(self.spec)) if self.spec.mode == "pipeline" else 1
+        copies = len(pipelines(self.spec)) if self.spec.schedule is not None else 1
         return [range(a, b) for a, b in itertools.pairwise(bounds)] * copies
 
 
 def prepare(spec: Spec) -> Job:
-    """Fill in and check. Raises SpecError with the rule that does not hold."""
+    """Fill in and check. Raises SpecError with the rule that does not hold.
+
+    In a mesh of several degrees a value that keeps one rule may break another: those that work are suggested.
+    """
+    try:
+        return _prepare(spec)
+    except SpecError as error:
+        if spec.mode != "hybrid" or error.setting not in (*AXES, "devices"):
+            raise
+        raise error.suggesting(v for v in error.suggest if _can_prepare(spec, **{error.setting: v})) from None
+
+
+def _prepare(spec: Spec) -> Job:
     _check_applies(spec)
     defaults = {k: v for k, v in MODEL_DEFAULTS[spec.model].items() if getattr(spec, k) is None}
     defaults |= {k: v for k, v in MODE_SETTINGS[spec.mode].items() if getattr(spec, k) is None and v is not None}
@@ -169,6 +181,8 @@ def prepare(spec: Spec) -> Job:
         raise SpecError("top_k_of_experts", "top_k", spec.top_k, suggest=[spec.experts], experts=spec.experts)
     num_train, num_validation, vocabulary = _data_sizes(spec)
     layers = model_layers(spec, vocabulary)
+    if spec.mode == "hybrid":
+        spec = fill_degrees(spec)
     check_batch(spec, num_train)
     spec = check_mode(spec, layers)
     if spec.steps is not None and spec.epochs is not None:
@@ -215,14 +229,14 @@ def prepare_real(spec: Spec) -> Job:
         check_rendezvous(job.spec)
     if devices > MAX_REAL_DEVICES:
         fewer = _at_most(MAX_REAL_DEVICES, job.spec)
-        raise SpecError("cannot_run_here", "devices", devices, suggest=[fewer], high=MAX_REAL_DEVICES)
+        raise SpecError("cannot_run_here", "devices", devices, suggest=fewer, high=MAX_REAL_DEVICES)
     if job.spec.compile_stage == "torch_compile" and (missing := lacks_compiler()):
         suggest = ("torchscript", "none")
         raise SpecError("no_compiler", "compile_stage", spec.compile_stage, suggest=suggest, missing=missing)
     if spec.device == "cuda" and not found:
         raise SpecError("no_gpu", "device", "cuda", suggest=["cpu"], found=0)
     if spec.device != "cpu" and 0 < found < devices:
-        raise SpecError("more_ranks_than_gpus", "devices", devices, suggest=[_at_most(found, job.spec)], gpus=found)
+        raise SpecError("more_ranks_than_gpus", "devices", devices, suggest=_at_most(found, job.spec), gpus=found)
     return dataclasses.replace(job, spec=job.spec.with_(device="cuda" if found and spec.device != "cpu" else "cpu"))
 
 
@@ -257,13 +271,16 @@ def count_gpus() -> int:
     return min(len(present), len([d for d in visible.split(",") if d.strip() not in ("", "-1")]))
 
 
-def _at_most(devices: int, spec: Spec) -> int:
-    """The largest number of devices up to `devices` that the batch, or what is cut of the model, can be shared over."""
+def _at_most(devices: int, spec: Spec) -> list[int]:
+    """The largest number of devices up to `devices` that the batch, or what is cut of the model, can be shared over.
+    None is known where it follows from several degrees."""
+    if spec.mode == "hybrid":
+        return []
     if spec.mode not in (*DATA_MODES, *TENSOR_MODES):
-        return devices
+        return [devices]
     shared = spec.global_batch if spec.mode in DATA_MODES else spec.devices  # what these can share, a divisor can
     shared = math.gcd(shared, spec.experts) if spec.mode == "expert" else shared
-    return max(d for d in range(1, devices + 1) if shared % d == 0)
+    return [max(d for d in range(1, devices + 1) if shared % d == 0)]
 
 
 def _check_applies(spec: Spec) -> None:
@@ -290,12 +307,12 @@ def _data_sizes(spec: Spec) -> tuple[int, int, int]:
 def _schedules_instead(spec: Spec) -> list[str]:
     """The schedules that can run with these settings, or at all if none can with just these."""
     real = [name for name in schedules.TABLE if name not in PLANNED_ONLY]
-    return [name for name in real if _can_prepare(spec.with_(schedule=name))] or real
+    return [name for name in real if _can_prepare(spec, schedule=name)] or real
 
 
-def _can_prepare(spec: Spec) -> bool:
+def _can_prepare(spec: Spec, **changes) -> bool:
     try:
-        prepare(spec)
+        _prepare(spec.with_(**changes))
     except SpecError:
         return False
     return True

@@ -4,8 +4,8 @@ Ranks of one role do the same, so the graph has one node an op of a *role*, not 
 costs what its roles cost. The rules of waiting are those of torch.distributed:
 
 - a compute op and a synchronous communication hold up everything after them in their program;
-- an asynchronous one holds up only its own lane, the next compute op of its part, and the next optimizer op, or the
-  load with which the next micro-step begins;
+- an asynchronous one holds up only its own lane, the next compute op of its part (of a layer, also a piece of it), and
+  the next optimizer op, or the load with which the next micro-step begins;
 - a message is buffered: its send never waits for the receive;
 - the k-th send from a to b over an axis is the k-th receive of b from a (first in, first out);
 - the k-th collective over an axis is the same call on every member of the group.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
+from collections.abc import Collection
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -189,7 +190,7 @@ def _waits(ops: Ops, lane: np.ndarray, base: int) -> dict[int, list[int]]:
     """For each compute op that waits for asynchronous ones, the last of them on each lane: lanes keep their order."""
     issued = np.array([op.asynchronous and not op.is_compute for op in ops.templates], dtype=bool)[ops.which]
     parts = {op.part for op in ops.templates if op.asynchronous and not op.is_compute and op.part}
-    waiting = [op.kind in WAIT_FOR_ALL or (op.is_compute and op.part in parts) for op in ops.templates]
+    waiting = [op.kind in WAIT_FOR_ALL or (op.is_compute and _of_part(op, parts) in parts) for op in ops.templates]
     if not issued.any() or not any(waiting):
         return {}
     issued = np.flatnonzero(issued)
@@ -201,11 +202,16 @@ def _waits(ops: Ops, lane: np.ndarray, base: int) -> dict[int, list[int]]:
     waits = {}
     for node in np.flatnonzero(np.array(waiting)[ops.which]).tolist():
         op = ops.templates[ops.which[node]]
-        queues = by_lane if op.kind in WAIT_FOR_ALL else by_part[op.part]
+        queues = by_lane if op.kind in WAIT_FOR_ALL else by_part[_of_part(op, parts)]
         last = [queue[bisect_left(queue, node) - 1] for queue in queues.values() if queue[0] < node]
         if last:
             waits[base + node] = [base + n for n in last]
     return waits
+
+
+def _of_part(op: Op, parts: Collection[str]) -> str:
+    """What it waits for by name: its part, or the layer of which that is a piece (`block1.mlp`)."""
+    return op.part if op.part in parts else op.part.partition(".")[0]
 
 
 def _match_messages(graph: Graph, calls: dict[tuple[int, str], np.ndarray]) -> None:

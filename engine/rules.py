@@ -38,6 +38,12 @@ class SpecError(ValueError):
         sentence = RULES[code].format_map(self.values)
         super().__init__(sentence + (f" Try: {self.values['suggest']}." if self.suggest else ""))
 
+    def suggesting(self, suggest: typing.Iterable) -> SpecError:
+        """The same with other values that work."""
+        own = ("setting", "value", "suggest")
+        values = {name: value for name, value in self.values.items() if name not in own}
+        return SpecError(self.code, self.setting, self.value, suggest=suggest, **values)
+
 
 def _show(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
@@ -55,8 +61,8 @@ RULES = {
     "does_not_apply": "{setting} does not apply to {to}; it is {value}. Leave it out.",
     "devices_of_mode": "The mode {mode} runs on {wanted}; devices is {value}.",
     "model_of_mode": "The mode {mode} cannot cut the model {value}.",
-    "devices_divide": "Each device gets an equal part of what is cut of the model {model} ({sizes}), so devices must "
-    "divide it; devices is {value}.",
+    "devices_divide": "Each device gets an equal part of what is cut of the model {model} ({sizes}), so {setting} must "
+    "divide it; {setting} is {value}.",
     "context_divides": "A sequence is dealt out in {chunks} equal chunks a device, so {setting} times {chunks} must "
     "divide the context ({context}); {setting} is {value}.",
     "heads_of_ulysses": "With attention ulysses each device gets an equal part of the heads ({heads}) and of the "
@@ -64,7 +70,8 @@ RULES = {
     "ring_too_long": "A ring takes as many turns as it has ranks, so its plan grows with their square: with attention "
     "ring {setting} is at most {high}; it is {value}.",
     "batch_by_devices": "global-batch must be divisible by the number of devices ({devices}); it is {value}.",
-    "batch_by_microbatches": "microbatches must divide global-batch ({batch}); it is {value}.",
+    "batch_by_replicas": "global-batch must be divisible by the number of replicas ({replicas}); it is {value}.",
+    "batch_by_microbatches": "microbatches must divide the {batch} samples of each replica; it is {value}.",
     "batch_of_schedule": "global-batch must be cut into equal microbatches, as many as the schedule {schedule} can run "
     "on {devices} devices; it is {value}, and no number of them will do.",
     "batch_by_microsteps": "accumulate must divide the {batch} samples of a device in a step; it is {value}.",
@@ -98,6 +105,12 @@ RULES = {
     "degree_divides": "{setting} must divide the number of devices ({devices}); it is {value}.",
     "degrees_of_devices": "{setting} times {other} ({degree}) must be the number of devices ({devices}); "
     "{setting} is {value}.",
+    "degrees_product": "The degrees of a mesh ({degrees}) multiply to its number of devices; devices is {value}.",
+    "degrees_left": "The degrees given ({degrees}) leave a factor of {rest} of the {devices} devices to an axis, so "
+    "one more is needed; {setting} is {value}.",
+    "needs_axis": "{setting} is for a mesh whose degree {axis} is above 1; it is {value}. Leave it out.",
+    "axes_together": "Beside {setting} a mesh can have {works}, and no {other}; {setting} is {value}.",
+    "schedule_of_mode": "The mode {mode} does not run the schedule {value}.",
     "heads_divide": "heads must divide hidden ({hidden}); it is {value}.",
     "top_k_of_experts": "top-k must not exceed the number of experts ({experts}); it is {value}.",
     "dataset_of_model": "The model {model} cannot learn from the dataset {value}.",

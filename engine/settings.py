@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from engine.plan import AXES
 from engine.spec import Spec
 
@@ -42,6 +44,19 @@ MODE_SETTINGS = {
     "sequence": {},
     "context": {"attention": "ring", "balance": None, "bucket_mb": 25.0},
     "expert": {"bucket_mb": 25.0},
+    "hybrid": {
+        "pp": None,
+        "dp": None,
+        "fsdp": None,
+        "cp": None,
+        "tp": None,
+        "attention": None,
+        "balance": None,
+        "microbatches": None,
+        "schedule": None,
+        "split": None,
+        "stages_per_rank": None,
+    },
 }
 # Options of the training itself: the default, and the modes that have them.
 REPLICA_MODES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")  # each rank runs whole passes, and gradients are reduced
@@ -51,8 +66,8 @@ OPTIONS = {
     "compress": ("none", ("ddp",)),
     "compress_rank": (None, ("ddp",)),  # of powersgd alone
     "recompute": ("none", ("single", *REPLICA_MODES, "local_sgd", "layer_split")),
-    "precision": ("fp32", tuple(mode for mode in MODE_SETTINGS if mode not in ("context", "expert"))),
-    "clip": (None, tuple(MODE_SETTINGS)),
+    "precision": ("fp32", tuple(mode for mode in MODE_SETTINGS if mode not in ("context", "expert", "hybrid"))),
+    "clip": (None, tuple(mode for mode in MODE_SETTINGS if mode != "hybrid")),
 }
 for _option, (_default, _modes) in OPTIONS.items():
     for _mode in _modes:
@@ -95,6 +110,7 @@ MODEL_REASONS = {
 }
 # A mode that is not named takes every model.
 MODE_MODELS = {"tensor": ("cnn", "mlp", "gpt"), "sequence": ("gpt",), "context": ("gpt",), "expert": ("moe",)}
+MODE_MODELS["hybrid"] = MODE_MODELS["tensor"]
 # These split the batch over devices.
 DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "local_sgd", "expert")
 # A mode is a name for a mesh: of one axis, or of those whose degrees are settings.
@@ -117,8 +133,11 @@ DATA_AXES = ("dp", "fsdp", "ep")  # those over which the batch is cut
 ONE_PROCESS_MODES = ("single", "data_parallel")
 STAGE_MODES = ("layer_split", "pipeline")  # split the layers over devices
 TENSOR_MODES = ("tensor", "sequence")  # split each layer over devices
+PIPELINE_SETTINGS = ("microbatches", "schedule", "split", "stages_per_rank")  # of a mesh with pp
+CONTEXT_SETTINGS = ("attention", "balance")  # of a mesh with cp
 TORCH_FLOOR = (2, 11)  # the oldest that runs are tested with
-REDUCE_SCATTER_MODES = ("zero2", "fsdp", "hsdp", "sequence")  # what gloo could not do before torch 2.8 (pytorch#149869)
+# What gloo could not do before torch 2.8 (pytorch#149869).
+REDUCE_SCATTER_MODES = ("zero2", "fsdp", "hsdp", "sequence", "hybrid")
 PLANNED_ONLY = ("zb_h2", "dualpipe")  # schedules that PyTorch does not have
 MAX_RING = 64  # ranks: every one takes as many turns, in every layer
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zb_h2", "zbv", "dualpipev", "dualpipe")  # a backward is two ops
@@ -143,3 +162,8 @@ def degrees(spec: Spec) -> dict[str, int]:
     if spec.mode in MODE_AXIS:
         return {MODE_AXIS[spec.mode]: spec.devices}
     return {axis: getattr(spec, axis) for axis in MODE_SETTINGS[spec.mode] if axis in AXES}
+
+
+def replicas(spec: Spec) -> int:
+    """Parts that a batch is cut into: one a device, or one a group of devices that work on the same samples."""
+    return math.prod(degrees(spec).get(axis, 1) for axis in DATA_AXES)

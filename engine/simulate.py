@@ -251,13 +251,15 @@ def peaks_of(ops: Ops, standing: int) -> tuple[int, int]:
     part = keys([(op.stage, op.part) for op in ops.templates])
     held_by = np.zeros(part.max(initial=0) + 1, dtype=np.int64)
     np.add.at(held_by, part[making], saved)
+    chunk = keys([op.stage for op in ops.templates])
+    in_chunk = np.bincount(chunk[making], weights=saved, minlength=chunk.max(initial=0) + 1).astype(np.int64)
     freeing = freeing[_is_first(part[freeing])]
     held = np.zeros(len(ops), dtype=np.int64)
     held[making] = saved
-    held[freeing] = -held_by[part[freeing]]
+    whole = np.array([not op.part for op in ops.templates], dtype=bool)[ops.which[freeing]]  # of all layers of a stage
+    held[freeing] = -np.where(whole, in_chunk[chunk[freeing]], held_by[part[freeing]])
     sending = nodes("send")
     held[sending] = np.array([op.saved for op in ops.templates], dtype=np.int64)[ops.which[sending]]
-    chunk = keys([op.stage for op in ops.templates])
     started, done = forward[_is_first(chunk[forward])], backward[::-1][_is_first(chunk[backward[::-1]])]
     in_flight = np.zeros(len(ops), dtype=np.int64)
     in_flight[started] = 1

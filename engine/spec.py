@@ -40,6 +40,7 @@ MODES = (
     "sequence",
     "context",
     "expert",
+    "hybrid",
 )
 MODELS = ("cnn", "mlp", "gpt", "moe")
 DATASETS = ("digits", "text", "synthetic")

@@ -1,5 +1,7 @@
 """PyTorch's pipeline stage -> the same, telling the recorder of each chunk's compute and of each message."""
 
+from contextlib import AbstractContextManager
+
 from torch.distributed.pipelining import PipelineStage
 
 from engine.real.recorder import Recorder
@@ -11,12 +13,15 @@ class MarkedStage(PipelineStage):
     recorder: Recorder
 
     def forward_one_chunk(self, fwd_chunk_id, *args, **kwargs):
-        self.forward_began, self.chunk = self.recorder.now(), fwd_chunk_id
-        self.recorder.doing = f"forward of microbatch {fwd_chunk_id}"
+        self.begin_forward(fwd_chunk_id)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.is_last:
             self.end_forward()
         return output
+
+    def begin_forward(self, chunk: int) -> None:
+        self.forward_began, self.chunk = self.recorder.now(), chunk
+        self.recorder.doing = f"forward of microbatch {chunk}"
 
     def end_forward(self) -> None:
         """On the last stage the loss counts as the end of the forward, so its loss function calls this."""
@@ -26,12 +31,16 @@ class MarkedStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
         kind = "backward" if full_backward else "backward_input"
-        with self.recorder.span(kind, stage=self.stage_index, microbatch=bwd_chunk_id):
+        with self.going_back(kind, bwd_chunk_id):
             return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id, last_backward=False):
-        with self.recorder.span("backward_weight", stage=self.stage_index, microbatch=bwd_chunk_id):
+        with self.going_back("backward_weight", bwd_chunk_id):
             return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def going_back(self, kind: str, chunk: int) -> AbstractContextManager:
+        """Around a backward of a chunk, or half of one."""
+        return self.recorder.span(kind, stage=self.stage_index, microbatch=chunk)
 
     def get_fwd_recv_ops(self, fwd_chunk_id):
         return self._noted(super().get_fwd_recv_ops(fwd_chunk_id), "recv", "activation", fwd_chunk_id)
@@ -47,7 +56,6 @@ class MarkedStage(PipelineStage):
 
     def _noted(self, ops, kind: str, payload: str, chunk: int):
         for op in ops:
-            self.recorder.message(
-                kind, stage=self.stage_index, microbatch=chunk, payload=payload, peer=op.peer, size=op.tensor.nbytes
-            )
+            where = {"stage": self.stage_index, "microbatch": chunk, "peer": self.recorder.coordinate(op.peer, "pp")}
+            self.recorder.message(kind, payload=payload, size=op.tensor.nbytes, **where)
         return ops

@@ -67,6 +67,7 @@ class Recorder:
             "",
         )
         self.mesh: Mesh | None = None  # where ranks have coordinates on several axes
+        self.stage = self.microbatch = NONE  # of the pass that goes on, where collectives belong to one
         self.recording = False
         self.doing = ""  # in words, for the report of an error
         self._profiling = False
@@ -74,10 +75,10 @@ class Recorder:
         self._steps: list[tuple[int, int, int]] = []  # step, begin, end (ns)
         self._marks: list[Span] = []
         self._passes: list[Pass] = []
+        self._passing: Pass | None = None  # the one that goes on
         self._messages: list[tuple[int, Op]] = []
-        self._collectives: list[tuple[int, Op]] = []
+        self._collectives: list[tuple[int, int, Op]] = []  # step, when it was called (ns), what it is
         self._microsteps: list[tuple[int, int, int]] = []  # begin, end (ns), index
-        self.microbatch = NONE  # index of the micro-step that goes on, where a step has several
         self._expected: list[tuple[int, Op]] = []
         self._listed = False  # what is called now is in that list
         self._awaited: deque[int] = deque()  # when those that nobody has waited for yet were called (ns)
@@ -87,7 +88,7 @@ class Recorder:
     now = staticmethod(time.time_ns)
 
     def begin_step(self, step: int) -> None:
-        self._step = step
+        self._step, self._passing = step, None
         if not self.enabled:
             return
         if not self._profiling:
@@ -183,14 +184,23 @@ class Recorder:
     def collective(self, kind: str, size: int, *, axis: str, payload: str = "") -> None:
         """A collective is about to be called with a tensor of `size` bytes, for a layer's output or a gradient."""
         if self.recording and not self._listed:
-            payload = payload or ("gradient" if self._passes and self._passes[-1].backward_began else "activation")
-            self._collectives.append((self._step, Op(kind=kind, payload=payload, axis=axis, bytes=size)))
+            payload = payload or ("gradient" if self._passing and self._passing.backward_began else "activation")
+            where = {"stage": self.stage, "microbatch": self.microbatch}
+            self._call(Op(kind=kind, payload=payload, axis=axis, bytes=size, **where))
             self._awaited.append(self.now())
+
+    def gather(self, part: str, size: int, *, axis: str) -> None:
+        """The shards of a layer are about to be gathered, perhaps in the background."""
+        if self.recording:
+            self._call(Op(kind="all_gather", part=part, payload="weights", axis=axis, bytes=size))
+
+    def _call(self, op: Op) -> None:
+        self._collectives.append((self._step, self.now(), op))
 
     def waited(self) -> None:
         """The result of the first such collective is there; to ask for it again does not count."""
-        if self.recording and self._awaited:
-            self._passes[-1].waits.append((self._awaited.popleft(), self.now()))
+        if self.recording and self._awaited and self._passing:
+            self._passing.waits.append((self._awaited.popleft(), self.now()))
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
@@ -198,13 +208,20 @@ class Recorder:
         begun = self.now()
         yield
         if self.recording:
-            self._passes[-1].waits.append((begun, self.now()))
+            self._passing.waits.append((begun, self.now()))
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        return rank if self.mesh is None else self.mesh.coordinate(rank, axis)
 
     def begin_pass(self, stage: int, rank: int | None) -> Pass:
         """A batch enters a chain of layers."""
-        passed = Pass(self, stage, rank, max(self.microbatch, 0))
+        passed = self._passing = Pass(self, stage, rank, max(self.microbatch, 0))
         self._passes.append(passed)
         return passed
+
+    def go_back(self, passed: Pass) -> None:
+        """The backward of a pass begins."""
+        self.doing, self._passing = "backward", passed
 
     def flush(self) -> None:
         """Stop the profiler and write the spans of all finished steps."""
@@ -231,7 +248,7 @@ class Recorder:
         """Give every event that began inside a step its step and what it was; others (checks, barriers) are dropped."""
         for step, begin, end in self._steps:
             issued = {k: deque(op for s, op in self._messages if s == step and op.kind == k) for k in ("send", "recv")}
-            called = [op for s, op in self._collectives if s == step]
+            called = [(when, op) for s, when, op in self._collectives if s == step]
             expected = deque(op for s, op in self._expected if s == step)
             for event in events:
                 if not begin <= event.start <= end:
@@ -245,16 +262,18 @@ class Recorder:
                     lane, peer = self._link(op)
                     yield Span(self.rank, lane, op.kind, *where, *key, op.axis, peer, event.bytes)
                     continue
+                stage = microbatch = NONE
                 if CALLED in event.inside and expected:
                     op = expected.popleft()
                     kind, axis, payload, part, size = event.kind, op.axis, op.payload, op.part, event.bytes
                 elif op := _taken(called, event):
-                    kind, axis, payload, part, size = op.kind, op.axis, op.payload, "", op.bytes
+                    kind, axis, payload, part, size = op.kind, op.axis, op.payload, op.part, op.bytes
+                    stage, microbatch = _or_none(op.stage), _or_none(op.microbatch)
                 else:
                     kind, axis, payload, part = self.identify(event)
                     size = event.bytes
-                index = next((k for first, last, k in self._microsteps if first <= event.start <= last), NONE)
-                yield Span(self.rank, axis, kind, *where, NONE, index, part, payload, axis, NONE, size)
+                within = next((k for first, last, k in self._microsteps if first <= event.start <= last), microbatch)
+                yield Span(self.rank, axis, kind, *where, stage, within, part, payload, axis, NONE, size)
 
     def _link(self, op: Op) -> tuple[str, int]:
         """The lane of a message, and the rank at its other end; a coordinate is the rank where there is one axis."""
@@ -264,11 +283,11 @@ class Recorder:
         return lane_of(op, coordinate), self.mesh.peer(self.rank, op.axis, op.peer)
 
 
-def _taken(called: list[Op], event: Event) -> Op | None:
-    """The earliest call that the event can be, taken off the list."""
-    for i, op in enumerate(called):
-        if event.kind in CARRIED_OUT.get(op.kind, (op.kind,)) and event.bytes == op.bytes:
-            return called.pop(i)
+def _taken(called: list[tuple[int, Op]], event: Event) -> Op | None:
+    """The earliest call before the event that it can be, taken off the list."""
+    for i, (when, op) in enumerate(called):
+        if when <= event.start and event.kind in CARRIED_OUT.get(op.kind, (op.kind,)) and event.bytes == op.bytes:
+            return called.pop(i)[1]
     return None
 
 
@@ -281,6 +300,7 @@ class Pass:
 
     def __init__(self, recorder: Recorder, stage: int, rank: int | None, microbatch: int):
         self.recorder, self.where = recorder, {"stage": stage, "microbatch": microbatch, "rank": rank}
+        self.kind = "backward"  # of the way back, or a half of it
         self.forward: dict[str, list[int]] = {}  # layer: begin, end (ns)
         self.gradients: dict[str, int] = {}  # layer, or "input": when the gradient of its output became known
         self.own_ends: dict[str, int] = {}  # layer: when its backward ended, where something else follows it
@@ -298,7 +318,7 @@ class Pass:
         self.forward[self.layer][1] = self.recorder.now()
 
     def begin_backward(self) -> None:
-        self.recorder.doing = "backward"
+        self.recorder.go_back(self)
         self.recomputed: dict[str, list[int]] = {}  # layer: begin, end (ns)
         self.backward_began = self.recorder.now()
 
@@ -306,10 +326,13 @@ class Pass:
         self.backward_ended = self.recorder.now()
 
     def gradient_of(self, layer: str) -> None:
-        self.gradients[layer] = self.recorder.now()
+        """What comes after the way back, in a later half of it, does not count."""
+        if not self.backward_ended:
+            self.gradients[layer] = self.recorder.now()
 
     def end_backward_of(self, layer: str) -> None:
-        self.own_ends[layer] = self.recorder.now()
+        if not self.backward_ended:
+            self.own_ends[layer] = self.recorder.now()
 
     def begin_recompute(self, layer: str) -> None:
         self.recorder.doing = f"recompute {layer}"
@@ -332,7 +355,7 @@ class Pass:
             if layer in self.recomputed:
                 begun, start = self.recomputed[layer]
                 self._mark("recompute", layer, begun, start)
-            self._mark("backward", layer, start, end)
+            self._mark(self.kind, layer, start, end)
             start = end
 
     def _mark(self, kind: str, layer: str, start: int, end: int) -> None:

@@ -78,12 +78,18 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
-def _forget_forward(module: FSDPModule) -> None:
-    """As if the module had not gone forward: no backward follows.
+def forget_forward(chain: nn.Module) -> None:
+    """As if sharded layers had not gone forward: no backward follows.
 
-    What it keeps gathered for one would be out of date after the next update. And it has noted its turn, with or
+    What they keep gathered for one would be out of date after the next update. And they have noted their turns, with or
     without gradients, so that a later backward would prefetch by turns that are over: one gather too many.
     """
+    for module in chain.modules():
+        if isinstance(module, FSDPModule):
+            _forget_turn(module)
+
+
+def _forget_turn(module: FSDPModule) -> None:
     module.reshard()
     state = module._get_fsdp_state()
     # torch before 2.13 has one group a module, or none.
@@ -125,9 +131,7 @@ class LocalTraining:
 
     def outputs(self, inputs: torch.Tensor, samples: int) -> torch.Tensor:
         output = self.chain(inputs)
-        for module in self.chain.modules():
-            if isinstance(module, FSDPModule):
-                _forget_forward(module)
+        forget_forward(self.chain)
         return output
 
     def held(self) -> dict[str, nn.Parameter]:

@@ -40,12 +40,12 @@ class Layout(NamedTuple):
         return numbers.pop() if len(numbers) == 1 else None
 
 
-def layout(spec: Spec) -> Layout:
-    """Of the file where one is given, else of the schedule."""
+def layout(spec: Spec, ranks: int) -> Layout:
+    """Of the file where one is given, else of the schedule on so many ranks."""
     if spec.schedule_file is not None:
         return read(spec.schedule_file)
-    shape = (spec.schedule, spec.devices, spec.stages_per_rank)
-    order = schedules.order(spec.schedule, spec.devices, spec.microbatches, spec.stages_per_rank)
+    shape = (spec.schedule, ranks, spec.stages_per_rank)
+    order = schedules.order(spec.schedule, ranks, spec.microbatches, spec.stages_per_rank)
     return Layout(order, schedules.placement(*shape), schedules.pipelines(*shape))
 
 

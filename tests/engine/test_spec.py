@@ -91,6 +91,20 @@ JOINED = [
     ),
     ({"mode": "pipeline", "devices": "4", "microbatches": "2"}, "too_few_microbatches", "microbatches"),
     ({"mode": "pipeline", "devices": "3", "microbatches": "1"}, "too_few_microbatches", "microbatches"),
+    ({"mode": "hybrid", "devices": "8", "pp": "3"}, "degrees_product", "devices"),
+    ({"mode": "hybrid", "devices": "8", "pp": "2", "dp": "2", "fsdp": "2", "tp": "2"}, "degrees_product", "devices"),
+    ({"mode": "hybrid", "devices": "8", "pp": "2", "tp": "2"}, "degrees_left", "fsdp"),
+    ({"mode": "hybrid", "devices": "12", "tp": "2", "fsdp": "1"}, "degrees_left", "dp"),
+    ({"mode": "hybrid", "devices": "4", "dp": "2", "tp": "2", "schedule": "gpipe"}, "needs_axis", "schedule"),
+    ({"mode": "hybrid", "devices": "2", "microbatches": "4"}, "needs_axis", "microbatches"),
+    ({"mode": "hybrid", "devices": "2", "pp": "2", "schedule": "dualpipe"}, "schedule_of_mode", "schedule"),
+    ({"mode": "hybrid", "devices": "4", "tp": "2", "fsdp": "2", "balance": "none"}, "needs_axis", "balance"),
+    ({"mode": "hybrid", "devices": "4", "tp": "2", "cp": "2", "model": "gpt"}, "axes_together", "cp"),
+    ({"mode": "hybrid", "devices": "4", "cp": "2", "fsdp": "2", "model": "mlp"}, "model_of_mode", "model"),
+    ({"mode": "hybrid", "devices": "6", "cp": "3", "fsdp": "2", "model": "gpt"}, "context_divides", "cp"),
+    ({"mode": "hybrid", "devices": "3"}, "batch_by_replicas", "global_batch"),
+    ({"mode": "hybrid", "devices": "8", "tp": "8", "model": "gpt"}, "devices_divide", "tp"),
+    ({"mode": "hybrid", "devices": "8", "pp": "8"}, "too_many_stages", "pp"),
     ({"mode": "pipeline", "devices": "5"}, "too_many_stages", "devices"),
     ({"mode": "layer_split", "devices": "16384"}, "too_many_stages", "devices"),
     ({"mode": "pipeline", "model": "gpt", "layers": "2", "devices": "5"}, "too_many_stages", "devices"),
@@ -273,7 +287,7 @@ def test_sentences_read_as_a_person_would_say_them():
 
 
 def test_every_rule_that_a_spec_can_break_is_among_the_cases():
-    files = ("spec.py", "faults.py", "job.py", "checks.py", "checkpoints.py")
+    files = ("spec.py", "faults.py", "job.py", "checks.py", "checkpoints.py", "meshes.py")
     source = "".join((ROOT / "engine" / name).read_text() for name in files)
     raised = set(re.findall(r'SpecError\(\s*"(\w+)"', source)) | SENTENCES.keys()
     elsewhere = {"not_json", "no_file", "no_gpu", "more_ranks_than_gpus", "cannot_run_here", "planned_only"}  # below

@@ -22,7 +22,7 @@ CLASSIC = {
               "parameter synchronisation"],
     "pipeline": ["stage split", "data transfer", "pipelined execution", "merging of results"],
 }  # fmt: skip
-SETTINGS = {"single": {"devices": 1}}
+SETTINGS = {"single": {"devices": 1}, "hybrid": {"devices": 16, "pp": 2, "dp": 2, "fsdp": 2, "tp": 2}}
 MODELS = {mode: models[0] for mode, models in MODE_MODELS.items()}  # of modes that do not take every model
 
 

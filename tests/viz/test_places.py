@@ -104,7 +104,7 @@ def test_boxes_lie_apart_and_on_the_stage(mode, devices):
         settings = {"model": "gpt", "context": devices * 2}
     if mode == "expert":
         settings = {"model": "moe", "experts": devices, "top_k": 1}
-    if mode in DATA_MODES:
+    if mode in (*DATA_MODES, "hybrid"):
         settings["global_batch"] = devices * 4
     plan, layers, _ = predicted(mode, devices, **settings)
     where = places(plan, [layer.name for layer in layers])

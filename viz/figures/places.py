@@ -6,13 +6,13 @@ Coordinates are pixels on a stage that is `WIDTH` wide at full width: narrower p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import networkx as nx
 
 from engine.columns import Ops
-from engine.plan import Plan
+from engine.plan import Mesh, Plan
 
 WIDTH = 1000
 MAX_BOXES = 16
@@ -24,7 +24,7 @@ BOX_WIDTHS, BOX_SHARE = (56, 250), 0.64  # narrowest and widest; part of a colum
 MARGIN, GAP = 44, 58  # above and below all boxes, where batches enter; between two rows of boxes
 TITLE, FOOT, PAD = 34, 26, 10  # inside a box: above the cells, below them, at their sides
 CELL_HEIGHTS, MAX_COLUMN = (14, 26), 8  # of cells stacked in a column; more than these stand in one row
-SHARDING = ("fsdp", "tp")  # mesh axes along which a layer is cut into shards
+FRAME = 9  # between boxes and the frame round them
 LANE = 7  # how far each direction of a link lies from the middle
 
 
@@ -74,6 +74,7 @@ class Places(NamedTuple):
     hidden: int
     height: float
     links: tuple[tuple[int, int], ...]  # pairs of drawn ranks between which something can move
+    frames: tuple[tuple[float, float, float, float], ...] = ()  # x0, x1, y0, y1: round ranks that share one frame
 
 
 def places(
@@ -109,7 +110,26 @@ def places(
         if stacked and plan.mesh.degree("ep") > 1:
             cells = _with_experts(cells, experts, plan.mesh.degree("ep"), plan.mesh.coordinate(rank, "ep"))
         boxes.append(Box(rank, tuple(stages), held, x - wide / 2, x + wide / 2, y, y + high, cells, loads))
-    return Places(tuple(boxes), plan.world_size - len(ranks), height, tuple(sorted(graph.edges)))
+    hidden, links = plan.world_size - len(ranks), tuple(sorted(graph.edges))
+    return Places(tuple(boxes), hidden, height, links, _frames(plan, boxes))
+
+
+def _frames(plan: Plan, boxes: Sequence[Box]) -> tuple[tuple[float, float, float, float], ...]:
+    """Round the tensor ranks of each group, where there are several: they hold one shard of everything together."""
+    if not 1 < plan.mesh.degree("tp") < plan.world_size:
+        return ()
+    groups = dict.fromkeys(plan.mesh.group(box.rank, "tp") for box in boxes)
+    drawn = [[boxes[rank] for rank in group if rank < len(boxes)] for group in groups]
+    return tuple(
+        (
+            min(box.x0 for box in of) - FRAME,
+            max(box.x1 for box in of) + FRAME,
+            min(box.y0 for box in of) - FRAME,
+            max(box.y1 for box in of) + FRAME,
+        )
+        for of in drawn
+        if len({box.y0 for box in of}) == 1
+    )
 
 
 def device_graph(plan: Plan, drawn: int) -> nx.DiGraph:
@@ -155,27 +175,28 @@ def is_rooted(kinds: set[str]) -> bool:
 
 def _spots(plan: Plan, drawn: int, rooted: bool, in_line: bool) -> dict[int, tuple[int, int]]:
     """(column, row) of each rank, counted within its column or row. `in_line`: stages have links to neighbours only."""
-    stages = plan.mesh.degree("pp")
     if rooted and drawn > 2:
         lines = math.ceil((drawn - 1) / 8)
         per_line = math.ceil((drawn - 1) / lines)
         return {0: (0, 0)} | {rank: ((rank - 1) % per_line, 1 + (rank - 1) // per_line) for rank in range(1, drawn)}
-    if 1 < stages < plan.world_size and stages <= 8:
-        seen = dict.fromkeys(range(stages), 0)
-        spots = {}
-        for rank in range(drawn):
-            column = plan.mesh.coordinate(rank, "pp")
-            spots[rank] = (column, seen[column])
-            seen[column] += 1
-        return spots
-    shards = plan.mesh.degree("fsdp")
-    if 1 < shards < plan.world_size and shards <= 8:  # a replica in each row, and equal shards below each other
-        return {rank: tuple(plan.mesh.coordinate(rank, axis) for axis in ("fsdp", "dp")) for rank in range(drawn)}
+    if across := _across(plan.mesh):
+        places = [tuple(plan.mesh.coordinate(rank, axis) for axis in across) for rank in range(drawn)]
+        columns = {place: column for column, place in enumerate(sorted(set(places)))}
+        if len(columns) <= 8:
+            return {rank: (columns[place], places[:rank].count(place)) for rank, place in enumerate(places)}
     if drawn <= (8 if in_line or plan.mesh.degree("tp") > 1 else 2):
         return {rank: (rank, 0) for rank in range(drawn)}
     # Out along the top and back along the bottom; an odd one stands alone in the first column.
     odd, columns = drawn % 2, math.ceil(drawn / 2)
     return {rank: (rank, 0) if rank < columns else (drawn - 1 - rank + odd, 1) for rank in range(drawn)}
+
+
+def _across(mesh: Mesh) -> list[str]:
+    """Of a mesh of several axes, those that run from left to right. Stages do, and tensor ranks side by side in them;
+    replicas stand below each other, and so do shards, unless they are shared out within replicas."""
+    axes = [axis for axis in mesh.axes if mesh.degree(axis) > 1]
+    shards = "dp" in axes and "pp" not in axes
+    return [axis for axis in axes if axis in ("pp", "tp") or (axis == "fsdp" and shards)] if len(axes) > 1 else []
 
 
 def grid(graph: nx.DiGraph) -> dict[int, tuple[float, float]]:
@@ -193,19 +214,32 @@ def grid(graph: nx.DiGraph) -> dict[int, tuple[float, float]]:
 
 
 def _held(plan: Plan, rank: int) -> dict[int, tuple[float, float]]:
-    """Of each layer that a rank holds some of, the part of it, from 0 to 1: shards lie side by side in their group."""
-    program = plan.program(rank)
+    """Of each layer that a rank holds some of, the part of it, from 0 to 1: shards lie side by side in their group.
+
+    A layer is cut for tensor ranks first, and what each of these has of it is sharded further; some it leaves whole.
+    """
+    program, mesh = plan.program(rank), plan.mesh
     if not program.shares:
         return dict.fromkeys(program.holds, (0.0, 1.0))
-    before = dict.fromkeys(program.holds, 0.0)
-    for axis in SHARDING:
-        for other in plan.mesh.group(rank, axis)[: plan.mesh.coordinate(rank, axis)] if axis in plan.mesh.axes else ():
-            for layer, share in zip(plan.program(other).holds, plan.program(other).shares, strict=True):
-                before[layer] = before.get(layer, 0.0) + share
-    return {
-        layer: (before[layer], min(1.0, before[layer] + share)) if share < 1.0 else (0.0, 1.0)
-        for layer, share in zip(program.holds, program.shares, strict=True)
-    }
+
+    def members(of: int, axis: str) -> tuple[int, ...]:
+        return mesh.group(of, axis) if axis in mesh.axes else (of,)
+
+    def shares(ranks: Iterable[int]) -> dict[int, float]:
+        total: dict[int, float] = {}
+        for program in map(plan.program, ranks):
+            for layer, share in zip(program.holds, program.shares or (1.0,) * len(program.holds), strict=True):
+                total[layer] = total.get(layer, 0.0) + share
+        return total
+
+    shards, cut = members(rank, "fsdp"), members(rank, "tp")
+    before, own = shares(shards[: shards.index(rank)]), shares(shards)
+    left = shares(member for other in cut[: cut.index(rank)] for member in members(other, "fsdp"))
+    held = {}
+    for layer, share in zip(program.holds, program.shares, strict=True):
+        start = before.get(layer, 0.0) + (left.get(layer, 0.0) if own[layer] < 1 - 1e-9 else 0.0)
+        held[layer] = (start, min(1.0, start + share)) if share < 1.0 else (0.0, 1.0)
+    return held
 
 
 def _cells(

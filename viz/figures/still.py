@@ -37,7 +37,7 @@ def plot_picture(info: PictureInfo, text: words.Text) -> go.Figure:
 
 
 def still_traces(info: PictureInfo, text: words.Text) -> list[dict[str, Any]]:
-    data = [_devices(info.places)]
+    data = [*_frames(info.places), _devices(info.places)]
     for look in _looks(info):
         bars = [bar for bar in info.rows.bars if look_of(bar) == look]
         colour, ink, pattern, _ = theme.LOOKS[look]
@@ -54,6 +54,19 @@ def still_traces(info: PictureInfo, text: words.Text) -> list[dict[str, Any]]:
     if predicted:  # a veil that leaves a rim: outlined is predicted, solid is measured
         data.append(_shape(*_rectangles(info, predicted, rim=True), theme.GROUND) | {"opacity": 0.62})
     return data
+
+
+def _frames(where: Places) -> list[dict[str, Any]]:
+    """Round devices that belong together; not filled, since the links lie beneath the figure."""
+    if not where.frames:
+        return []
+    x: list[float | None] = []
+    y: list[float | None] = []
+    for x0, x1, y0, y1 in where.frames:
+        x += [*(round(v, 1) for v in (x0, x0, x1, x1, x0)), None]
+        y += [*(round(v, 1) for v in (y0, y1, y1, y0, y0)), None]
+    line = {"width": 1, "color": theme.LINE, "dash": "dot"}
+    return [_shape(x, y, theme.GROUND, "") | {"line": line, "fill": "none", "name": "frames"}]
 
 
 def _looks(info: PictureInfo) -> list[str]:

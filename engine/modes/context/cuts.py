@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from engine.job import Job
 from engine.modes.context.deal import area, area_of_all
-from engine.modes.tensor.plan import Cut
+from engine.modes.tensor.cuts import Cut
 from engine.modes.tensor.shards import piece
 from engine.plan import Op
 from engine.shapes import FP32, Layer

@@ -13,7 +13,7 @@ from engine.modes.context.cuts import backward, forward
 from engine.modes.context.deal import span
 from engine.modes.ddp import plan as ddp
 from engine.modes.ddp.buckets import buckets
-from engine.modes.tensor.plan import Cut
+from engine.modes.tensor.cuts import Cut
 from engine.plan import Mesh, Op, Plan, Program
 from engine.shapes import Layer
 

@@ -5,7 +5,7 @@ In backward fully_shard asks for the layer that comes next before it lets the cu
 only changes the order. GPUs gather on a stream of their own, one layer ahead in forward too, while a layer computes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from engine import chain
 from engine.cost.machine import machine
@@ -14,41 +14,48 @@ from engine.modes.fsdp.units import equal_ranks, gathered_bytes, padded_bytes, s
 from engine.plan import Mesh, Op, Plan, Program
 from engine.shapes import Layer
 
+REPLICATED = ("dp", "cp")  # axes along which equal shards meet; a mesh has one of them at most
+Passes = Callable[[bool], list[Op]]  # whether gradients are reduced -> forward and backward
+
 
 def plan(job: Job, step: int) -> Plan:
-    return gathering_twice(job, Mesh(("fsdp",), (job.degree("fsdp"),)))
+    units = chain.units(job.layers, job.micro_batch, spec=job.spec)
+    return gathering_twice(job, Mesh(("fsdp",), (job.degree("fsdp"),)), units)
 
 
-def gathering_twice(job: Job, mesh: Mesh) -> Plan:
+def gathering_twice(job: Job, mesh: Mesh, units: Sequence[chain.Unit]) -> Plan:
     """Layers are freed after forward (reshard_after_forward=True), and gathered again for backward."""
-    gathers = [gather(layer, job, mesh) for layer in reversed(job.layers)]
-    computes = chain.backward_by_layer(job.layers, job.micro_batch, spec=job.spec)
-    reduces = [reduce(layer, job, mesh) for layer in reversed(job.layers)]
+    passes, gathered = passes_twice(job, mesh, units)
+    return sharded(job, mesh, units, passes, gathered=gathered)
+
+
+def passes_twice(job: Job, mesh: Mesh, units: Sequence[chain.Unit]) -> tuple[Passes, int]:
+    """The passes, and the most bytes of whole layers at any time."""
+    gathers = [gather(unit.layer, job, mesh) for unit in units]
+    following = [[], *gathers[:-1]]
 
     def passes(synced: bool) -> list[Op]:
-        ops = [*forward(job, mesh), *gathers[0]]
-        for following, compute, reduced in zip([*gathers[1:], []], computes, reduces, strict=True):
-            ops += [*following, *compute, *(reduced if synced else ())]
+        ops = [*forward(job, mesh, units), *gathers[-1]]
+        for unit, ahead in zip(reversed(units), reversed(following), strict=True):
+            ops += [*ahead, *unit.backward, *(reduce(unit.layer, job, mesh) if synced else ())]
         return ops
 
     ranks = mesh.degree("fsdp")
-    sizes = [0, *(gathered_bytes(layer, ranks) for layer in job.layers), 0]
+    sizes = [0, *(gathered_bytes(unit.layer, ranks) for unit in units), 0]
     # A layer is copied out of what was gathered. Beside both lies what the layer before was gathered into, or in
     # backward the gradients of the one after it, to be reduced. A group of one copies its shards and gathers nothing.
     several = ranks > 1
     triples = zip(sizes[:-2], sizes[1:-1], sizes[2:], strict=True)
-    most = max((1 + several) * own + max(several * before, after) for before, own, after in triples)
-    return sharded(job, mesh, passes, gathered=most)
+    return passes, max((1 + several) * own + max(several * before, after) for before, own, after in triples)
 
 
-def forward(job: Job, mesh: Mesh) -> list[Op]:
+def forward(job: Job, mesh: Mesh, units: Sequence[chain.Unit]) -> list[Op]:
     """Every layer gathered, then computed; on devices of their own the next one is gathered meanwhile."""
-    gathers = [gather(layer, job, mesh) for layer in job.layers]
-    computes = chain.forward(job.layers, job.micro_batch, spec=job.spec)
+    gathers = [gather(unit.layer, job, mesh) for unit in units]
     if not overlaps(job):
-        return [op for gathered, compute in zip(gathers, computes, strict=True) for op in (*gathered, compute)]
+        return [op for gathered, unit in zip(gathers, units, strict=True) for op in (*gathered, *unit.forward)]
     ahead = [*gathers[1:], []]
-    return [*gathers[0], *(op for pair in zip(ahead, computes, strict=True) for op in (*pair[0], pair[1]))]
+    return [*gathers[0], *(op for new, unit in zip(ahead, units, strict=True) for op in (*new, *unit.forward))]
 
 
 def overlaps(job: Job) -> bool:
@@ -65,42 +72,63 @@ def gather(layer: Layer, job: Job, mesh: Mesh) -> list[Op]:
 
 def reduce(layer: Layer, job: Job, mesh: Mesh) -> list[Op]:
     """Gradients to their shards, and on a mesh with replicas each shard with its like, even where there is just one."""
-    ranks = mesh.degree("fsdp")
-    ops = []
+    ranks, ops = mesh.degree("fsdp"), []
     if ranks > 1:
-        whole = gathered_bytes(layer, ranks)
-        ops.append(_collective("reduce_scatter", layer, "gradient", "fsdp", whole, job))
-    if "dp" in mesh.axes:
-        ops.append(_collective("all_reduce", layer, "gradient", "dp", padded_bytes(layer, ranks), job))
-    return ops
+        ops.append(_collective("reduce_scatter", layer, "gradient", "fsdp", gathered_bytes(layer, ranks), job))
+    axes = [axis for axis in REPLICATED if axis in mesh.axes]
+    return ops + [_collective("all_reduce", layer, "gradient", a, padded_bytes(layer, ranks), job) for a in axes]
 
 
 def _collective(kind: str, layer: Layer, payload: str, axis: str, size: int, job: Job) -> Op:
     return Op(kind=kind, part=layer.name, payload=payload, axis=axis, bytes=size, asynchronous=overlaps(job))
 
 
-def sharded(job: Job, mesh: Mesh, passes: Callable[[bool], list[Op]], *, gathered: int) -> Plan:
-    """`passes(whether gradients are reduced)` of every micro-step, and the update of each rank's own shard.
+def sharded(job: Job, mesh: Mesh, units: Sequence[chain.Unit], passes: Passes, *, gathered: int) -> Plan:
+    """The passes of every micro-step, and the update of each rank's own shard. `gathered`: most bytes of whole layers
+    at any time. Gradients that wait for the last micro-step wait whole, and become shards layer by layer after it."""
+    held = dict(enumerate(unit.layer for unit in units))
+    steps = chain.microsteps(job, lambda k, synced: passes(synced))
+    waits = job.microsteps > 1 and not job.spec.sync_every_microstep
+    whole = sum(layer.param_bytes for layer in held.values()) if waits else 0
+    programs, roles = sharing(job, mesh, held, lambda update: (*steps, *update), {"gathered": gathered}, least=whole)
+    names = tuple(layer.name for layer in job.layers)
+    return Plan(mesh, tuple(programs), tuple(roles[shard_of(mesh, rank)] for rank in range(mesh.size)), names)
 
-    Shards are allocated with their padding; optimizer state is not padded. `gathered`: most bytes of whole layers at
-    any time. Gradients that wait for the last micro-step wait whole, and become shards layer by layer after it.
+
+def sharing(
+    job: Job,
+    mesh: Mesh,
+    held: Mapping[int, Layer],
+    ops: Callable[[Sequence[Op]], Sequence[Op]],
+    memory: dict[str, int],
+    stages: tuple[int, ...] = (),
+    *,
+    least: int = 0,
+) -> tuple[list[Program], list[int]]:
+    """The programs of ranks that share the layers `held` (by place), and which of them each coordinate on fsdp runs.
+
+    `ops(update)`: what they do, with the update of a rank's own shard. Shards are allocated with their padding,
+    optimizer state is not. `memory`: what else they keep; `least`: as many bytes of gradients, or more.
     """
     ranks = mesh.degree("fsdp")
-    whole_gradients = sum(layer.param_bytes for layer in job.layers)
-    waits = job.microsteps > 1 and not job.spec.sync_every_microstep
-    steps = chain.microsteps(job, lambda k, synced: passes(synced))
+    padded = sum(padded_bytes(layer, ranks) for layer in held.values())
+    numbers = sum(len(layer.params) for layer in held.values())  # the norm of each parameter
     programs, roles = [], []
-    for run in equal_ranks(job.layers, ranks):
-        shards = [shard(layer, ranks, run.start) for layer in job.layers]
-        numbers = sum(len(layer.params) for layer in job.layers)  # the norm of each parameter
-        clip = chain.clip(shards, job.spec, {"fsdp": numbers} if ranks > 1 else {})
-        ops = (*steps, *clip, chain.optimizer(shards, job.spec))
-        padded = sum(padded_bytes(layer, ranks) for layer in job.layers)
-        kept = {"parameters": padded, "gradients": max(whole_gradients, padded) if waits else padded}
-        memory = chain.standing_memory(shards, job.spec) | kept
-        holds = tuple(i for i, layer in enumerate(shards) if layer.param_bytes)
-        roles += [len(programs)] * len(run)
+    for run in equal_ranks(list(held.values()), ranks):
+        shards = {i: shard(layer, ranks, run.start) for i, layer in held.items()}
+        mine = list(shards.values())
+        kept = {"parameters": padded, "gradients": max(least, padded)} | memory
+        holds = tuple(i for i, layer in shards.items() if layer.param_bytes)
         shares = tuple(shards[i].param_bytes / job.layers[i].param_bytes for i in holds)
-        programs.append(Program(ops, holds, memory | {"gathered": gathered}, shares=shares if ranks > 1 else ()))
-    replicas = mesh.size // ranks
-    return Plan(mesh, tuple(programs), tuple(roles) * replicas, tuple(layer.name for layer in job.layers))
+        roles += [len(programs)] * len(run)
+        clip = chain.clip(mine, job.spec, {"fsdp": numbers} if ranks > 1 else {})
+        update = [*clip, chain.optimizer(mine, job.spec)]
+        of_stage = tuple(stage for i, stage in zip(held, stages, strict=False) if i in holds)
+        memory_of = chain.standing_memory(mine, job.spec) | kept
+        part = () if all(share == 1 for share in shares) else shares
+        programs.append(Program(ops(update), holds, memory_of, part, of_stage))
+    return programs, roles
+
+
+def shard_of(mesh: Mesh, rank: int) -> int:
+    return mesh.coordinate(rank, "fsdp") if "fsdp" in mesh.axes else 0

@@ -1,5 +1,6 @@
 """A job under torch's fully_shard: every layer of the chain a unit of its own, and the chain as the root."""
 
+import functools
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,16 +10,16 @@ from torch import nn
 from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from engine.job import Job
 from engine.real import models
 from engine.real.averaging import check_averages
 from engine.real.data import Batches
-from engine.real.recorder import Event
+from engine.real.recorder import Event, Recorder
 from engine.real.training import LocalTraining, Place
 
-UNIT = re.compile(r"FSDP::(?:all_gather|post_backward_reduce) \((.+)\)")
+UNIT = re.compile(r"FSDP::post_backward_reduce \((.+)\)")
 REDUCE_SCATTER = "lockstep::reduce_scatter"
 
 
@@ -30,18 +31,41 @@ def training(job: Job, place: Place) -> LocalTraining:
 def sharded_training(job: Job, place: Place, mesh: DeviceMesh, *, reshard_after_forward: bool) -> LocalTraining:
     check_averages(mesh, place.device)
     chain = models.build(job).to(place.device)
-    for unit in [*chain.children(), chain]:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    for name, layer in chain.named_children():
-        layer.set_custom_reduce_scatter(MarkedReduceScatter())
-        layer.register_forward_pre_hook(_marks(chain, name))
     chain.recorder = place.recorder
-    place.recorder.identify = identify
+    shard_layers(chain, mesh, reshard_after_forward=reshard_after_forward)
     optimizer = models.make_optimizer(job, chain.parameters())
     batches = Batches(job, place.rank, place.world_size, place.device)
     local = LocalTraining(job, place, chain, chain, batches, optimizer)
     local.reducing = lambda reduces: nullcontext(chain.set_requires_gradient_sync(reduces))
     return local
+
+
+def shard_layers(chain: models.Chain, mesh: DeviceMesh, *, reshard_after_forward: bool, replicas: str = "dp") -> None:
+    """Every layer a unit of its own, and the chain as the root. `replicas`: the axis across which equal shards meet.
+
+    The hook that is put in front here comes after FSDP's, which is put in front of it, and before one that cuts the
+    layer's input for tensor ranks.
+    """
+    for name, layer in chain.named_children():
+        layer.register_forward_pre_hook(_marks(chain, name), prepend=True)
+    for unit in [*chain.children(), chain]:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    for name, layer in chain.named_children():
+        layer.set_custom_all_gather(AnnouncedAllGather(chain.recorder, name))
+        layer.set_custom_reduce_scatter(MarkedReduceScatter())
+    chain.recorder.identify = functools.partial(identify, replicas=replicas)
+
+
+class AnnouncedAllGather(DefaultAllGather):
+    """PyTorch's own call, announced: one in the background is seen outside of the marks around its call."""
+
+    def __init__(self, recorder: Recorder, layer: str):
+        super().__init__()
+        self.recorder, self.layer = recorder, layer
+
+    def __call__(self, output_tensor, input_tensor, *args, **kwargs):
+        self.recorder.gather(self.layer, input_tensor.nbytes, axis="fsdp")
+        return super().__call__(output_tensor, input_tensor, *args, **kwargs)
 
 
 class MarkedReduceScatter(DefaultReduceScatter):
@@ -52,7 +76,7 @@ class MarkedReduceScatter(DefaultReduceScatter):
             return super().__call__(*args, **kwargs)
 
 
-def identify(event: Event) -> tuple[str, str, str, str]:
+def identify(event: Event, replicas: str) -> tuple[str, str, str, str]:
     """(kind, axis, payload, layer), by FSDP's marks around it: what was called, whatever the backend made of it.
 
     gloo's all-reduce for a reduce-scatter takes the same tensor, so the bytes seen are those of the call. What a layer
@@ -61,9 +85,7 @@ def identify(event: Event) -> tuple[str, str, str, str]:
     unit = next((found[1] for found in map(UNIT.fullmatch, event.inside) if found), "")
     if REDUCE_SCATTER in event.inside:
         return "reduce_scatter", "fsdp", "gradient", unit
-    if event.kind == "all_gather":
-        return event.kind, "fsdp", "weights", unit
-    return event.kind, "dp", "gradient", unit
+    return event.kind, replicas, "gradient", unit
 
 
 def _marks(chain: models.Chain, name: str) -> Callable:

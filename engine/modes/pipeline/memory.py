@@ -13,7 +13,7 @@ from engine.job import Job
 
 def beside(job: Job, stages: Sequence[int], pipelines: list[range]) -> dict[str, int]:
     spec = job.spec
-    sizes = [layers[-1].output_bytes * spec.global_batch for layers in job.stages]
+    sizes = [layers[-1].output_bytes * job.local_batch for layers in job.stages]
     received = outputs = 0
     for pipeline in pipelines:
         for stage in set(stages) & set(pipeline):

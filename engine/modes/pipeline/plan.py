@@ -16,19 +16,19 @@ ONE_STAGE = ("gpipe", "1f1b")  # one stage a rank, and every backward whole
 
 def plan(job: Job, step: int) -> Plan:
     spec = job.spec
-    order, placement, pipelines, has_messages = given.layout(spec)
+    order, placement, pipelines, has_messages = given.layout(spec, job.degree("pp"))
     if spec.schedule in ONE_STAGE and spec.receives == "late":
         ops = [_one_stage(job, stage, actions) for stage, actions in enumerate(order)]
     else:
         rank_of = schedules.ranks_of(placement)
-        sizes = {stage: layers[-1].output_bytes * _samples(job) for stage, layers in enumerate(job.stages)}
+        sizes = {stage: layers[-1].output_bytes * samples_of(job) for stage, layers in enumerate(job.stages)}
         ops = [
             messages.unrolled(
                 actions,
                 _passes(job, placement[rank], pipelines),
                 sizes,
                 rank_of,
-                before=_load(job, placement[rank], pipelines),
+                before=load(job, placement[rank], pipelines),
                 after=[*_exchange(job, placement[rank], pipelines), *_update(job, placement[rank])],
             )
             for rank, actions in enumerate(order if has_messages else ADD_MESSAGES[spec.receives](order, pipelines))
@@ -41,7 +41,7 @@ def plan(job: Job, step: int) -> Plan:
         memory = chain.standing_memory(_layers(job, stages), spec) | beside(job, stages, pipelines)
         programs.append(Program(ops[rank], holds, memory, stages=several))
     names = tuple(layer.name for layer in job.layers)
-    return Plan(Mesh(("pp",), (spec.devices,)), tuple(programs), tuple(range(spec.devices)), names)
+    return Plan(Mesh(("pp",), (len(placement),)), tuple(programs), tuple(range(len(placement))), names)
 
 
 def _one_stage(job: Job, stage: int, order: list[schedules.Action]) -> Ops:
@@ -49,7 +49,7 @@ def _one_stage(job: Job, stage: int, order: list[schedules.Action]) -> Ops:
 
     Forward: receive an activation, compute, send one on. Backward: the same with gradients, the other way.
     """
-    stages, samples = job.stages, _samples(job)
+    stages, samples = job.stages, samples_of(job)
     is_first, is_last = stage == 0, stage == len(stages) - 1
     inbound = 0 if is_first else stages[stage - 1][-1].output_bytes * samples
     outbound = stages[stage][-1].output_bytes * samples
@@ -69,7 +69,7 @@ def _one_stage(job: Job, stage: int, order: list[schedules.Action]) -> Ops:
     }
     pipelines = [range(len(stages))]
     calls = [(action.kind, action.microbatch) for action in order]
-    return unroll(passes, calls, before=_load(job, [stage], pipelines), after=_update(job, [stage]))
+    return unroll(passes, calls, before=load(job, [stage], pipelines), after=_update(job, [stage]))
 
 
 def _passes(job: Job, stages: Sequence[int], pipelines: list[range]) -> dict[tuple[str, int], list[Op]]:
@@ -78,7 +78,7 @@ def _passes(job: Job, stages: Sequence[int], pipelines: list[range]) -> dict[tup
     A backward's two halves share its FLOPs. Where nobody waits for the gradient of the input, in a first stage,
     PyTorch leaves all of it to the weights' half.
     """
-    passes, samples, firsts = {}, _samples(job), {pipeline[0] for pipeline in pipelines}
+    passes, samples, firsts = {}, samples_of(job), {pipeline[0] for pipeline in pipelines}
     for stage in stages:
         layers = job.stages[stage]
         backward = chain.whole_stage(chain.backward(layers, samples, stage=stage))
@@ -97,13 +97,13 @@ def _passes(job: Job, stages: Sequence[int], pipelines: list[range]) -> dict[tup
     return passes
 
 
-def _load(job: Job, stages: Sequence[int], pipelines: list[range]) -> list[Op]:
+def load(job: Job, stages: Sequence[int], pipelines: list[range]) -> list[Op]:
     """The batch, on ranks that have the first stage of a pipeline or the last."""
     firsts, lasts = {pipeline[0] for pipeline in pipelines}, {pipeline[-1] for pipeline in pipelines}
     is_first, is_last = bool(firsts & set(stages)), bool(lasts & set(stages))
     if not is_first and not is_last:
         return []
-    return [chain.load_ends(job, job.spec.global_batch, is_first=is_first, is_last=is_last)]
+    return [chain.load_ends(job, job.local_batch, is_first=is_first, is_last=is_last)]
 
 
 def _exchange(job: Job, stages: Sequence[int], pipelines: list[range]) -> list[Op]:
@@ -127,8 +127,8 @@ def _layers(job: Job, stages: Sequence[int]) -> list:
     return [layer for stage in stages for layer in job.stages[stage]]
 
 
-def _samples(job: Job) -> int:
-    return job.spec.global_batch // job.spec.microbatches
+def samples_of(job: Job) -> int:
+    return job.local_batch // job.spec.microbatches
 
 
 def _message(kind: str, payload: str, stage: int, peer: int, size: int) -> Op:

@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import pipelining
+from torch.distributed import ProcessGroup, pipelining
 
 from engine.job import Job
 from engine.real import models
@@ -27,19 +27,21 @@ SEVERAL_STAGES = {
 
 
 def training(job: Job, place: Place) -> "Pipeline":
-    return Pipeline(job, place)
+    return Pipeline(job, place, Batches(job, 0, 1, place.device))
 
 
 class Pipeline:
-    norm_groups: ClassVar = {"pp": None}  # each parameter is on one of its ranks
+    """One rank of a pipeline over `group`, by default all ranks."""
 
-    def __init__(self, job: Job, place: Place):
-        self.job, self.recorder = job, place.recorder
+    norm_groups: ClassVar = {"pp": None}  # each parameter is on one of its ranks
+    stage_class = MarkedStage
+
+    def __init__(self, job: Job, place: Place, batches: Batches, group: ProcessGroup | None = None):
+        self.job, self.recorder, self.batches, self.group = job, place.recorder, batches, group
         spec, whole = job.spec, models.build(job)
-        placement = given.layout(spec).placement
-        self.batches = Batches(job, 0, 1, place.device)
+        placement = given.layout(spec, job.degree("pp")).placement
         self.chains: dict[int, models.Chain] = {}
-        self.stages = [self._stage(whole, stage, place) for stage in placement[place.rank]]
+        self.stages = [self._stage(whole, stage, place) for stage in placement[dist.get_rank(group)]]
         self.is_first = any(stage.is_first for stage in self.stages)
         self.last = next((stage for stage in self.stages if stage.is_last), None)
         self.optimizer = models.make_optimizer(job, self.held().values())
@@ -55,18 +57,26 @@ class Pipeline:
     def _stage(self, whole: models.Chain, stage: int, place: Place) -> MarkedStage:
         job, device = self.job, place.device
         like = {"device": device, "dtype": models.dtype_of(job.spec), "requires_grad": True}
-        samples = job.spec.global_batch // job.spec.microbatches
-        output = torch.zeros(samples, *job.stages[stage][-1].output, **like)
+        samples = job.local_batch // job.spec.microbatches
+        output = torch.zeros(samples, *self.output_of(stage), **like)
         if stage == 0:
             example = self.batches(0)[0][:samples]
         else:
-            shape = job.stages[stage - 1][-1].output
-            example = torch.zeros(samples, *shape, **like)
-        chain = self.chains[stage] = models.piece(whole, job, stage).to(device)
-        module = compiled(chain, example, job.spec.compile_stage)
-        marked = MarkedStage(module, stage, len(job.stages), device, input_args=(example,), output_args=(output,))
+            example = torch.zeros(samples, *self.output_of(stage - 1), **like)
+        chain = self.chains[stage] = self.prepared(models.piece(whole, job, stage).to(device))
+        module = compiled(chain, example, job.spec.compile_stage or "none")
+        shapes = {"input_args": (example,), "output_args": (output,)}
+        marked = self.stage_class(module, stage, len(job.stages), device, **shapes, group=self.group)
         marked.recorder = place.recorder
         return marked
+
+    def prepared(self, chain: models.Chain) -> models.Chain:
+        """A stage's layers, before they become a stage."""
+        return chain
+
+    def output_of(self, stage: int) -> tuple[int, ...]:
+        """What leaves a stage on this rank, for one sample."""
+        return self.job.stages[stage][-1].output
 
     def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         loss = models.loss_of(output, target)
@@ -95,7 +105,7 @@ class Pipeline:
             index, rank_of = stage.stage_index, stage.stage_index_to_group_rank
             if index and rank_of[index - 1] != stage.group_rank:
                 like = next(self.chains[index].parameters())
-                output = like.new_empty(samples, *self.job.stages[index - 1][-1].output)
+                output = like.new_empty(samples, *self.output_of(index - 1))
                 dist.recv(output, group=stage.group, group_src=rank_of[index - 1])
             output = self.chains[index](output if index else inputs)
             if not stage.is_last and rank_of[index + 1] != stage.group_rank:

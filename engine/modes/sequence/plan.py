@@ -9,7 +9,8 @@ import dataclasses
 import math
 
 from engine.job import Job
-from engine.modes.tensor.plan import Cut, assemble, collective, loss, names_of
+from engine.modes.tensor.cuts import Cut, collective
+from engine.modes.tensor.plan import assemble, loss, names_of
 from engine.modes.tensor.shards import piece
 from engine.plan import Op, Plan
 from engine.shapes import FP32, Layer, norm_saved

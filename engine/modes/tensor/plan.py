@@ -6,15 +6,14 @@ way back, the gradient of the input of a layer cut by columns, where anybody nee
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from engine import chain
 from engine.job import Job
+from engine.modes.tensor.cuts import Cut, Way, collective, units
 from engine.modes.tensor.shards import held, parameters_in, piece, styles
 from engine.plan import Mesh, Op, Plan, Program
 from engine.shapes import FP32, Layer, norm_saved
-
-Cut = list[Layer | Op]  # pieces of a layer, and the collectives between them, for one sample
 
 
 def plan(job: Job, step: int) -> Plan:
@@ -26,28 +25,22 @@ def parts(job: Job, kind: str, name: str) -> tuple[str, ...]:
     return names_of(job, forward if kind == "forward" else backward, name)
 
 
-def names_of(job: Job, cut: Callable[[Job, Layer], Cut], name: str) -> tuple[str, ...]:
+def names_of(job: Job, cut: Way, name: str) -> tuple[str, ...]:
     if job.degree("tp") == 1:
         return (name,)
     (layer,) = [layer for layer in held(job) if layer.name == name]
     return tuple(item.name for item in cut(job, layer) if isinstance(item, Layer))
 
 
-def assemble(
-    job: Job, forward: Callable[[Job, Layer], Cut], backward: Callable[[Job, Layer], Cut], after: Iterable[Op]
-) -> Plan:
+def assemble(job: Job, forward: Way, backward: Way, after: Iterable[Op]) -> Plan:
     """One program for all ranks: they do the same, each with its own shards. `after` follows the backward pass.
 
     One rank has nothing to sum: there no layer is cut.
     """
-    layers, batch, ranks, after = held(job), job.local_batch, job.degree("tp"), list(after)
-    ops = [chain.load(job.sample_bytes, batch)]
-    for layer in layers:
-        for item in forward(job, layer) if ranks > 1 else [layer]:
-            ops += chain.forward([item], batch) if isinstance(item, Layer) else [_of_batch(item, "activation", batch)]
-    for layer in reversed(layers):
-        for item in backward(job, layer) if ranks > 1 else [layer]:
-            ops += chain.backward([item], batch) if isinstance(item, Layer) else [_of_batch(item, "gradient", batch)]
+    layers, ranks, after = held(job), job.degree("tp"), list(after)
+    cut = units(job, layers, job.local_batch, forward, backward)
+    ops = [chain.load(job.sample_bytes, job.local_batch), *(op for unit in cut for op in unit.forward)]
+    ops += [op for unit in reversed(cut) for op in unit.backward]
     laid_out = parameters_in(job, styles(job)) + len(after)  # as DTensors: what is cut, and the norms of sequences
     clip = chain.clip(layers, job.spec, {"tp": laid_out} if ranks > 1 else {})
     ops += [*(after if ranks > 1 else []), *clip, chain.optimizer(layers, job.spec)]
@@ -57,13 +50,11 @@ def assemble(
     return Plan(Mesh(("tp",), (ranks,)), (program,), (0,) * ranks, tuple(layer.name for layer in layers))
 
 
-def collective(kind: str, part: str, size: int) -> Op:
-    return Op(kind=kind, part=part, axis="tp", bytes=size)
-
-
-def _of_batch(op: Op, payload: str, samples: int) -> Op:
-    """What is labelled already is not of samples: a weight's gradient."""
-    return op if op.payload else dataclasses.replace(op, payload=payload, bytes=op.bytes * samples)
+def output_of(job: Job, layer: Layer) -> Layer:
+    """The last piece of a layer in forward: its output is what a rank passes on."""
+    if job.degree("tp") == 1:
+        return layer
+    return _logits(job, layer, 0) if layer.name == "head" else forward(job, layer)[-1]
 
 
 def forward(job: Job, layer: Layer) -> Cut:

@@ -1,6 +1,9 @@
 """A job under torch's parallelize_module: linear layers cut by columns, then by rows; all ranks see the whole batch."""
 
-from torch.distributed.device_mesh import init_device_mesh
+from collections.abc import Iterable
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -22,6 +25,14 @@ LOGITS = {"output_layouts": Shard(-1), "use_local_output": False}  # stay cut by
 
 
 def training(job: Job, place: Place) -> "TensorTraining":
+    chain = parallel_chain(job, place, layouts(job))
+    place.recorder.parts = lambda kind, layer: parts(job, kind, layer)
+    optimizer = models.make_optimizer(job, chain.parameters())
+    return TensorTraining(job, place, chain, chain, Batches(job, 0, 1, place.device), optimizer)
+
+
+def layouts(job: Job) -> dict[str, ParallelStyle]:
+    """Module name -> how its parameters lie on the ranks."""
     plan: dict[str, ParallelStyle] = {}
     for name, style in styles(job).items():
         if style == "vocabulary":
@@ -30,10 +41,7 @@ def training(job: Job, place: Place) -> "TensorTraining":
             plan[name] = ColwiseParallel(**(LOGITS if name == "head.linear" else {}))
         else:
             plan[name] = RowwiseParallel()
-    chain = parallel_chain(job, place, plan)
-    place.recorder.parts = lambda kind, layer: parts(job, kind, layer)
-    optimizer = models.make_optimizer(job, chain.parameters())
-    return TensorTraining(job, place, chain, chain, Batches(job, 0, 1, place.device), optimizer)
+    return plan
 
 
 class TensorTraining(LocalTraining):
@@ -46,20 +54,29 @@ class TensorTraining(LocalTraining):
     def make_gradients(self, step: int) -> float:
         with loss_parallel():
             loss = super().make_gradients(step)
-        for parameter in self.chain.parameters():
-            gradient = parameter.grad
-            if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
-                parameter.grad = gradient.redistribute(placements=parameter.placements)
+        lay_out_gradients(self.chain.parameters())
         return loss
+
+
+def lay_out_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """As their parameters are, where autograd has left them otherwise."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def parallel_chain(job: Job, place: Place, plan: dict[str, ParallelStyle]) -> models.Chain:
     """The model with its parameters laid over the ranks as `plan` says, its collectives announced to the recorder."""
     chain = models.build(job).to(place.device)
     chain.recorder = place.recorder
-    mesh = init_device_mesh(place.device.type, (place.world_size,), mesh_dim_names=("tp",))
+    cut_layers(chain, init_device_mesh(place.device.type, (place.world_size,), mesh_dim_names=("tp",)), plan)
+    announce(place.recorder, "tp")
+    return chain
+
+
+def cut_layers(chain: models.Chain, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> None:
+    """To be followed, once for all of a process's chains, by `announce`."""
     if plan:
         parallelize_module(chain, mesh, plan)
     chain.watch_first_gradients()
-    announce(place.recorder, "tp")
-    return chain

@@ -11,13 +11,12 @@ from engine.plan import Mesh, Op, Plan
 
 def plan(job: Job, step: int) -> Plan:
     ranks = job.degree("fsdp")
-    mesh = Mesh(("fsdp",), (ranks,))
+    mesh, units = Mesh(("fsdp",), (ranks,)), chain.units(job.layers, job.micro_batch, spec=job.spec)
 
     def passes(synced: bool) -> list[Op]:
-        ops = forward(job, mesh)
-        computes = chain.backward_by_layer(job.layers, job.micro_batch, spec=job.spec)
-        for layer, compute in zip(reversed(job.layers), computes, strict=True):
-            ops += [*compute, *(reduce(layer, job, mesh) if synced else ())]
+        ops = forward(job, mesh, units)
+        for unit in reversed(units):
+            ops += [*unit.backward, *(reduce(unit.layer, job, mesh) if synced else ())]
         return ops
 
     sizes = [gathered_bytes(layer, ranks) for layer in job.layers]
@@ -25,4 +24,4 @@ def plan(job: Job, step: int) -> Plan:
     # into is still there.
     beside = [a + b if ranks > 1 else 0 for a, b in itertools.pairwise([0, *sizes])]
     gathered = max(whole + flat for whole, flat in zip(itertools.accumulate(sizes), beside, strict=True))
-    return sharded(job, mesh, passes, gathered=gathered)
+    return sharded(job, mesh, units, passes, gathered=gathered)

@@ -1,0 +1,34 @@
+"""Degrees as asked for -> those of every axis that a mode has, so that together they make the number of devices."""
+
+from __future__ import annotations
+
+import math
+
+from engine.plan import AXES
+from engine.rules import SpecError
+from engine.settings import MODE_SETTINGS
+from engine.spec import MAX_DEVICES, Spec
+
+FIRST_TO_GROW = ("fsdp", "dp", "tp", "pp")  # which axis is proposed for devices that no degree speaks for
+
+
+def fill_degrees(spec: Spec) -> Spec:
+    """The degrees of a mesh of any axes. What is left over goes to the one axis that is left out; where several are,
+    it is asked for. Without any degree: pairs of tensor ranks, and shards over the pairs."""
+    axes = [axis for axis in AXES if axis in MODE_SETTINGS[spec.mode]]
+    given = {axis: getattr(spec, axis) for axis in axes if getattr(spec, axis) is not None}
+    if not given:
+        pairs = spec.devices > 2 and spec.devices % 2 == 0
+        given = {"fsdp": spec.devices // 2, "tp": 2} if pairs else {"fsdp": spec.devices}
+    product, text = math.prod(given.values()), " x ".join(f"{axis} {degree}" for axis, degree in given.items())
+    free = [axis for axis in FIRST_TO_GROW if axis not in given]
+    rest, beyond = divmod(spec.devices, product)
+    if beyond or (rest > 1 and not free):
+        good = sorted({product, product * max(1, round(spec.devices / product))})
+        good = [devices for devices in good if devices <= MAX_DEVICES]
+        raise SpecError("degrees_product", "devices", spec.devices, suggest=good, degrees=text)
+    if rest > 1 and len(free) > 1:
+        names = {"degrees": text, "rest": rest, "devices": spec.devices}
+        raise SpecError("degrees_left", free[0], None, suggest=[rest], **names)
+    filled = dict.fromkeys(axes, 1) | given | (dict.fromkeys(free, rest) if rest > 1 else {})
+    return spec.with_(**filled)

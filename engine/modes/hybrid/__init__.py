@@ -1,0 +1,56 @@
+"""A mesh of several axes: replicas, shards, tensor ranks and pipeline stages at once."""
+
+from engine.lessons import PASSES, Lesson, Step
+
+LESSON = Lesson(
+    title="Hybrid: several parallelisms on one mesh",
+    idea="Devices form a grid with an axis for each parallelism; every layer is cut along some axes, and every batch "
+    "along others.",
+    steps=(
+        Step(
+            "A mesh of axes",
+            "The degrees multiply to the number of devices. Tensor ranks lie next to each other, since they talk most; "
+            "stages are furthest apart.",
+        ),
+        Step(
+            "Cut of the model",
+            "Stages take runs of layers, tensor ranks parts of each layer's matrices, and fsdp ranks share what is "
+            "left of them.",
+        ),
+        Step(
+            "Data assignment",
+            "Each replica, of dp and fsdp alike, loads its part of the batch; a pipeline cuts it into microbatches.",
+            kinds=("load",),
+        ),
+        Step(
+            "Layers gathered",
+            "A layer is all-gathered along fsdp; in a pipeline it then stays whole until the step ends.",
+            kinds=("all_gather",),
+            payload="weights",
+        ),
+        Step(
+            "Passes and sums",
+            "Each rank computes its part, and tensor ranks add their parts up by all-reduces along tp.",
+            kinds=(*PASSES, "all_reduce"),
+            axis="tp",
+        ),
+        Step("Handing on", "Activations go to the next stage along pp, gradients back.", kinds=("send", "recv")),
+        Step(
+            "Gradients to shards",
+            "Gradients add up over microbatches, then are reduce-scattered along fsdp, once a step.",
+            kinds=("reduce_scatter",),
+            payload="gradient",
+        ),
+        Step(
+            "Average over replicas",
+            "Each shard of gradients is averaged with its like in the other replicas, along dp.",
+            kinds=("all_reduce",),
+            payload="gradient",
+            axis="dp",
+        ),
+        Step("Update", "Every rank updates its own shard.", kinds=("optimizer",)),
+    ),
+    use="Models and clusters so large that one axis does not suffice: tp within a node, fsdp and pp between nodes.",
+    limits="Each degree has the limits of its own parallelism, and their products must fit: heads by tp, layers by pp, "
+    "the batch by dp, fsdp and microbatches.",
+)

@@ -1,0 +1,288 @@
+"""Meshes of several axes: what is planned by closed forms, what PyTorch would call on any rank, what real runs did."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import product
+
+import pytest
+
+from engine import modes, schedules
+from engine.conform import conform
+from engine.job import Job, prepare
+from engine.plan import MESSAGES, Plan, Program
+from engine.rules import SpecError
+from engine.schedules.csv_form import format_order
+from engine.schedules.gathers import add_gathers
+from engine.simulate import peaks_of
+from engine.spec import Spec
+from engine.timeline import Timeline
+from tests.engine.proof import finished, holds
+
+HIDDEN, LAYERS, CONTEXT = 32, 2, 16
+SMALL = {
+    "model": "gpt", "hidden": HIDDEN, "heads": 2, "context": CONTEXT, "layers": LAYERS, "dataset": "synthetic",
+    "global_batch": 16,
+}  # fmt: skip
+SHORT = {"steps": 4, "device": "cpu"}
+GROUPED = ("all_gather", "reduce_scatter", "all_reduce")
+SUMS = {"embed": 1, "head": 4}  # all-reduces over tp, there and back; a block has two each way
+AXES = ("dp", "fsdp", "tp", "pp", "cp")
+
+
+def spec_of(degrees: dict[str, int], **settings) -> Spec:
+    degrees = dict.fromkeys(AXES, 1) | degrees
+    return Spec(mode="hybrid", devices=math.prod(degrees.values()), **(SMALL | degrees | settings))
+
+
+def job_of(degrees: dict[str, int], **settings) -> Job:
+    return prepare(spec_of(degrees, **settings))
+
+
+def counted(program: Program) -> Counter:
+    return Counter((op.kind, op.axis) for op in program.ops if op.axis)
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_mesh_has_the_axes_that_are_more_than_one_wide_with_tensor_ranks_next_to_each_other():
+    plan = modes.plan(job_of({"pp": 2, "dp": 2, "tp": 2}))
+    assert (plan.mesh.axes, plan.mesh.degrees) == (("pp", "dp", "tp"), (2, 2, 2))
+    assert plan.mesh.group(0, "tp") == (0, 1)
+    assert plan.mesh.group(0, "pp") == (0, 4)
+
+
+def test_shards_of_tensor_ranks_travel_as_what_is_left_of_a_layer():
+    """A block has 12 matrices of hidden x hidden that are cut in two, and two norms that are not; four shards each."""
+    job = job_of({"fsdp": 4, "tp": 2, "dp": 2})
+    ops = modes.plan(job).programs[0].ops
+    block = 4 * (12 * HIDDEN**2 // 2 + 2 * HIDDEN)
+    moved = [(op.kind, op.axis, op.bytes) for op in ops if op.part == "block1" and op.axis in ("fsdp", "dp")]
+    gather = ("all_gather", "fsdp", block // 4)
+    assert moved == [gather, gather, ("reduce_scatter", "fsdp", block), ("all_reduce", "dp", block // 4)]
+    summed = 4 * (16 // 8) * CONTEXT * HIDDEN  # bytes of a replica's samples
+    of_blocks = [op.bytes for op in ops if op.axis == "tp" and op.part.startswith("block")]
+    assert of_blocks == [summed] * 4 * LAYERS
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"])
+def test_a_pipeline_gathers_and_reduces_a_layer_once_and_sums_every_microbatch(schedule):
+    job = job_of({"pp": 2, "fsdp": 2, "tp": 2, "dp": 2}, schedule=schedule, microbatches=4)
+    plan = modes.plan(job)
+    for program in plan.programs:
+        layers = len(program.holds)
+        sums = sum(SUMS.get(plan.layers[i], 4) for i in program.holds)
+        counts = counted(program)
+        assert counts["all_gather", "fsdp"] == counts["reduce_scatter", "fsdp"] == counts["all_reduce", "dp"] == layers
+        assert counts["all_reduce", "tp"] == sums * 4
+    sent = sum(counted(program)["send", "pp"] for program in plan.programs)
+    cuts = len(job.stages) - 1 - (schedule == "zbv")  # in a V the last rank hands on to itself
+    assert sent == 2 * cuts * 4
+
+
+def test_without_a_pipeline_a_layer_is_gathered_for_each_way():
+    (program,) = modes.plan(job_of({"fsdp": 2, "tp": 2})).programs
+    assert counted(program) == {
+        ("all_gather", "fsdp"): 2 * (LAYERS + 2),
+        ("reduce_scatter", "fsdp"): LAYERS + 2,
+        ("all_reduce", "tp"): 4 * LAYERS + sum(SUMS.values()),
+    }
+
+
+def test_shards_of_a_dealt_out_context_meet_along_it():
+    """Ranks of cp have the same shards and other tokens: they average each shard, and send keys and values round."""
+    plan = modes.plan(job_of({"cp": 2, "fsdp": 2}))
+    assert (plan.mesh.axes, plan.mesh.degrees) == (("fsdp", "cp"), (2, 2))
+    block = 4 * (12 * HIDDEN**2 + 2 * HIDDEN)
+    for program in plan.programs:
+        moved = [(op.kind, op.axis, op.bytes) for op in program.ops if op.part == "block1" and op.kind in GROUPED]
+        gather = ("all_gather", "fsdp", block // 2)
+        assert moved == [gather, gather, ("reduce_scatter", "fsdp", block), ("all_reduce", "cp", block // 2)]
+        assert counted(program)["send", "cp"] == LAYERS * (1 + 3)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_thousand_ranks_share_a_few_programs(schedule):
+    degrees = {"pp": 4, "dp": 4, "fsdp": 8, "tp": 8}
+    plan = modes.plan(job_of(degrees, heads=8, hidden=64, layers=14, schedule=schedule, global_batch=512))
+    assert plan.world_size == 1024
+    assert len(plan.programs) <= 2 * 4  # per stage, those with a full shard and those with less of the vocabulary
+
+
+def test_a_weights_half_of_a_whole_stage_frees_what_its_layers_kept():
+    """However the backward is recorded, a microbatch keeps as much for as long as in a pipeline without a mesh."""
+    settings = {"schedule": "zbv", "layers": 6, "microbatches": 8}
+    mesh = modes.plan(job_of({"pp": 2}, **settings))
+    alone = modes.plan(prepare(Spec(mode="pipeline", devices=2, **(SMALL | settings))))
+    assert [peaks_of(p.ops, 0) for p in mesh.programs] == [peaks_of(p.ops, 0) for p in alone.programs]
+
+
+def test_a_stage_between_a_pair_hands_on_the_part_that_a_tensor_rank_has():
+    """fc1 by columns, fc2 by rows: cut between them, half of the features travel."""
+    settings = {"model": "mlp", "layers": 2, "heads": None, "context": None, "split": (1, 2), "microbatches": 2}
+    plan = modes.plan(job_of({"pp": 2, "tp": 2}, **settings))
+    sends = {op.bytes for op in plan.programs[0].ops if op.kind == "send"}
+    assert sends == {4 * 8 * HIDDEN // 2}
+
+
+def test_the_degree_that_is_left_out_is_filled_in_where_only_one_is():
+    filled = prepare(Spec(mode="hybrid", devices=8, dp=1, tp=2, pp=2, **SMALL)).spec
+    assert filled.fsdp == 2
+    alone = prepare(Spec(mode="hybrid", devices=8, **SMALL)).spec
+    assert [getattr(alone, axis) for axis in AXES] == [1, 4, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "suggest"),
+    [
+        ({"devices": 8, "pp": 2, "tp": 2}, "degrees_left", (2,)),
+        ({"devices": 8, "pp": 3}, "degrees_product", (3,)),  # nine would leave a three to nobody
+        ({"devices": 8, "dp": 2, "fsdp": 2, "tp": 1, "pp": 1}, "degrees_product", (4,)),
+        ({"devices": 6, "dp": 3, "tp": 2, "fsdp": 1}, "batch_by_replicas", (15, 18)),
+        ({"devices": 4, "tp": 4, "fsdp": 1, "dp": 1}, "devices_divide", (1, 2)),
+        ({"devices": 4, "tp": 2, "fsdp": 2, "dp": 1, "schedule": "1f1b"}, "needs_axis", ()),
+        ({"devices": 8, "pp": 2, "fsdp": 4, "dp": 1, "microbatches": 3}, "batch_by_microbatches", (2, 4)),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_does(given, code, suggest):
+    with pytest.raises(SpecError) as refused:
+        prepare(Spec(mode="hybrid", **(SMALL | given)))
+    assert (refused.value.code, refused.value.suggest) == (code, suggest)
+    for value in suggest:
+        prepare(Spec(mode="hybrid", **(SMALL | given | {refused.value.setting: value})))
+
+
+# --- PyTorch as the oracle --------------------------------------------------------------------------------------------
+
+
+def test_stages_are_gathered_and_reduced_where_torch_s_runtime_does_it():
+    """Over a grid of ranks, stages a rank and microbatches; from four stages a rank on, one has to be given up."""
+    pytest.importorskip("torch")
+    from torch.distributed.pipelining.schedules import _Action, _add_reduce_grad, _add_unshard_reshard
+
+    compared = 0
+    names = ("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
+    for name, ranks, stages, microbatches in product(names, (1, 2, 4), (1, 2, 5), (1, 4, 8)):
+        if (schedules.TABLE[name].stages_per_rank or stages) != stages:
+            continue
+        if schedules.check(name, ranks, stages, microbatches):
+            continue
+        order = schedules.order(name, ranks, microbatches, stages)
+        for actions in order:
+            cells = [_Action.from_str(word) for word in _words([actions])]
+            theirs = _add_reduce_grad(_add_unshard_reshard(cells), microbatches)
+            assert _words(add_gathers([actions])) == [str(action) for action in theirs]
+            compared += 1
+    assert compared > 200
+
+
+def _words(order: list) -> list[str]:
+    return format_order(order).strip().split(",")
+
+
+@pytest.mark.parametrize(
+    ("mode", "degrees", "rank", "settings"),
+    [
+        ("fsdp", {"fsdp": 64}, 63, {}),
+        ("fsdp", {"fsdp": 1024}, 40, {}),
+        ("hsdp", {"dp": 8, "fsdp": 8}, 21, {}),
+        ("hsdp", {"dp": 32, "fsdp": 32}, 1000, {}),
+        ("hybrid", {"fsdp": 8, "tp": 8}, 33, {}),
+        ("hybrid", {"dp": 4, "fsdp": 32, "tp": 8}, 517, {}),
+        ("hybrid", {"pp": 4, "fsdp": 4, "tp": 4}, 22, {"microbatches": 4}),
+        ("hybrid", {"pp": 4, "dp": 2, "fsdp": 16, "tp": 8}, 1000, {"schedule": "zbv", "layers": 6, "microbatches": 2}),
+    ],
+)
+def test_pytorch_would_do_the_same_on_many_ranks(mode, degrees, rank, settings, tmp_path):
+    """Every collective and message of a whole step, by kind, bytes and order on its lane; and what stays in memory."""
+    pytest.importorskip("torch")
+    from tests.engine.oracle import playing
+
+    replicas = degrees.get("dp", 1) * degrees["fsdp"]
+    sizes = {"heads": 8, "global_batch": settings.get("microbatches", 1) * replicas}
+    given = {"fsdp": {}, "hsdp": degrees, "hybrid": dict.fromkeys(AXES, 1) | degrees}[mode]
+    job = prepare(Spec(mode=mode, devices=math.prod(degrees.values()), **(SMALL | given | sizes | settings)))
+    plan = modes.plan(job)
+    with playing(job, rank, tmp_path) as (training, calls):
+        calls.seen.clear()
+        training.make_gradients(0)
+        training.optimizer.step()
+        seen = list(calls.seen)
+        parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
+        momenta = [training.optimizer.state[p]["momentum_buffer"] for p in parameters]
+        kept = {"parameters": _padded(parameters), "optimizer": sum(_local(m).nbytes for m in momenta)}
+    planned = [op for op in plan.program(rank).ops if op.axis]
+    for lane in {(op.axis, op.kind in MESSAGES and op.kind, op.peer) for op in planned}:
+        axis, message, peer = lane
+        want = [(op.kind, op.bytes) for op in planned if (op.axis, op.kind in MESSAGES and op.kind, op.peer) == lane]
+        have = [
+            (c.kind, c.bytes) for c in seen if c.axis == axis and (not message or (c.kind, c.peer) == (message, peer))
+        ]
+        assert have == want, lane
+    assert len(seen) == len(planned)
+    assert kept == {name: plan.program(rank).memory[name] for name in kept}
+
+
+def _local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _padded(parameters) -> int:
+    return sum(_local(p).untyped_storage().nbytes() for p in parameters)
+
+
+# --- real runs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("degrees", "settings"),
+    [
+        ({"dp": 2, "tp": 2}, {}),
+        ({"fsdp": 2, "tp": 2}, {"optimizer": "adamw", "lr": 1e-3}),
+        ({"dp": 2, "fsdp": 2, "tp": 2}, {}),
+        ({"dp": 2, "pp": 2}, {"schedule": "zbv"}),
+        ({"dp": 2, "pp": 2}, {"schedule": "interleaved_zero_bubble"}),
+        ({"fsdp": 2, "pp": 2}, {"schedule": "1f1b"}),
+        ({"fsdp": 2, "pp": 2}, {"schedule": "zbv"}),
+        ({"fsdp": 2, "pp": 2}, {"schedule": "interleaved_zero_bubble"}),
+        ({"fsdp": 2, "pp": 2}, {"schedule": "looped_bfs", "stages_per_rank": 4, "layers": 6}),
+        ({"tp": 2, "pp": 2}, {"schedule": "gpipe"}),
+        ({"cp": 2, "fsdp": 2}, {}),
+        ({"cp": 2, "fsdp": 2}, {"attention": "all_gather", "balance": "none"}),
+        ({"fsdp": 2, "tp": 2, "pp": 2}, {"schedule": "interleaved_1f1b"}),
+        ({"fsdp": 2, "tp": 2, "pp": 2}, {"schedule": "zbv", "model": "mlp", "layers": 5}),
+    ],
+)
+def test_a_mesh_equals_one_device_and_does_what_was_planned(degrees, settings, launcher, runs_dir):
+    if settings.get("model") == "mlp":
+        settings = settings | {"heads": None, "context": None}
+    holds(finished(spec_of(degrees, **settings, **SHORT), launcher, runs_dir))
+
+
+@pytest.mark.real
+def test_messages_run_along_the_axis_of_stages_and_a_missing_reduction_is_seen(launcher, runs_dir):
+    """Each stage talks to the same replica of the next one; and a plan without the reduction over dp does not conform:
+    the negative control of what the runs above show."""
+    spec = spec_of({"dp": 2, "pp": 2}, schedule="dualpipev", **SHORT)
+    result = finished(spec, launcher, runs_dir)
+    timeline = Timeline.load(runs_dir / result["run_id"] / "timeline.parquet").step(3)
+    spans = list(timeline.spans())
+    assert {(s.rank, s.peer, s.lane) for s in spans if s.kind == "send"} == {
+        (0, 2, "pp:0>1"), (1, 3, "pp:0>1"), (2, 0, "pp:1>0"), (3, 1, "pp:1>0"),
+    }  # fmt: skip
+    plan = modes.plan(prepare(spec))
+    programs = tuple(Program(tuple(op for op in p.ops if op.axis != "dp"), p.holds, p.memory) for p in plan.programs)
+    assert conform(spans, lambda step: plan, [3])[0]["ok"]
+    report, _ = conform(spans, lambda step: Plan(plan.mesh, programs, plan.roles), [3])
+    assert not report["ok"]
+    assert report["first_difference"]["measured"].startswith("all_reduce")
+
+
+@pytest.mark.real
+def test_a_wrong_gradient_on_one_rank_of_a_mesh_is_seen(launcher, runs_dir):
+    parity = finished(spec_of({"fsdp": 2, "pp": 2}, fault="gradient@3:2", **SHORT), launcher, runs_dir)["parity"]
+    assert parity["ok"] is False
+    assert 0.1 < parity["grad_max_rel_diff"] <= 0.5 + 1e-3
