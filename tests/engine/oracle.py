@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch.distributed import device_mesh
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import _PipelineSchedule
@@ -88,6 +89,7 @@ def playing(job: Job, rank: int, folder: Path) -> Iterator[tuple[Training, Calls
     create, ask = run.init_device_mesh, _PipelineSchedule._warmup_p2p
     run.init_device_mesh = lambda *args, **kwargs: made.append(create(*args, **kwargs)) or made[-1]
     _PipelineSchedule._warmup_p2p = _agree
+    called = {name: value for name, value in vars(funcol).items() if callable(value)}
     try:
         recorder = Recorder(folder / "spans", rank, 0, enabled=False)
         place = Place(rank, job.spec.devices, torch.device("cpu"), recorder, folder)
@@ -98,4 +100,5 @@ def playing(job: Job, rank: int, folder: Path) -> Iterator[tuple[Training, Calls
     finally:
         run.init_device_mesh, _PipelineSchedule._warmup_p2p = create, ask
         dist.destroy_process_group()
+        vars(funcol).update(called)  # without what announces them to a recorder
         _clear_sharding_prop_cache()  # it would find this world's groups again in an equal mesh of the next one

@@ -57,7 +57,7 @@ def in_stages(job: Job, mesh: Mesh) -> Plan:
         kept = {i: layers[i] for i in sorted(stage_of)}
         passes: Passes = {}
         for stage in stages:
-            passes |= _passes(job, mesh, stage)
+            passes |= _passes(job, mesh, stage, sizes[stage])
         row = _gathering_first(rows[rank], passes) if spec.schedule in ONE_STAGE else rows[rank]
         before = load(job, stages, pipelines)
 
@@ -72,7 +72,7 @@ def in_stages(job: Job, mesh: Mesh) -> Plan:
     return Plan(mesh, tuple(programs), tuple(of_rank), tuple(layer.name for layer in layers))
 
 
-def _passes(job: Job, mesh: Mesh, stage: int) -> Passes:
+def _passes(job: Job, mesh: Mesh, stage: int, sent: int) -> Passes:
     """What a stage does for a microbatch, and once in a step.
 
     A backward's two halves share its FLOPs; the weights' half needs nobody. A first stage leaves all to that half. The
@@ -81,6 +81,8 @@ def _passes(job: Job, mesh: Mesh, stage: int) -> Passes:
     whole = held(job)
     layers = [whole[i] for i in job.stage_layers[stage]]
     cut = units(job, layers, samples_of(job), tensor.forward, tensor.backward, stage=stage)
+    if stage < len(job.stages) - 1:  # its output is kept by who gets it (`beside`)
+        cut[-1] = replace(cut[-1], forward=_without(cut[-1].forward, sent))
     backward = [op for unit in reversed(cut) for op in unit.backward]
     halves = [replace(op, flops=op.flops // 2, bytes=op.bytes // 2) if op.is_compute else op for op in backward]
     total, half = (chain.whole_stage([op for op in ops if op.is_compute]) for ops in (backward, halves))
@@ -100,6 +102,12 @@ def _passes(job: Job, mesh: Mesh, stage: int) -> Passes:
     for i, unit, ops in zip(count(), cut, gathers, strict=False):  # layer by layer
         passes |= {(f"gather {i}", stage): ops, (f"forward {i}", stage): unit.forward}
     return passes
+
+
+def _without(ops: Sequence[Op], sent: int) -> tuple[Op, ...]:
+    """The forward of a layer that does not keep as many bytes of what it made: the last piece that kept so much."""
+    last = max((i for i, op in enumerate(ops) if op.saved >= sent), default=None)
+    return tuple(replace(op, saved=op.saved - sent) if i == last else op for i, op in enumerate(ops))
 
 
 def _renamed(ops: Sequence[Op], kind: str) -> list[Op]:
