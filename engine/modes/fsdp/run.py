@@ -29,7 +29,6 @@ def training(job: Job, place: Place) -> LocalTraining:
 
 
 def sharded_training(job: Job, place: Place, mesh: DeviceMesh, *, reshard_after_forward: bool) -> LocalTraining:
-    check_averages(mesh, place.device)
     chain = models.build(job).to(place.device)
     chain.recorder = place.recorder
     shard_layers(chain, mesh, reshard_after_forward=reshard_after_forward)
@@ -46,6 +45,7 @@ def shard_layers(chain: models.Chain, mesh: DeviceMesh, *, reshard_after_forward
     The hook that is put in front here comes after FSDP's, which is put in front of it, and before one that cuts the
     layer's input for tensor ranks.
     """
+    check_averages(mesh, next(chain.parameters()).device)
     for name, layer in chain.named_children():
         layer.register_forward_pre_hook(_marks(chain, name), prepend=True)
     for unit in [*chain.children(), chain]:
