@@ -131,8 +131,7 @@ def _gathering_first(actions: Sequence[Action], passes: Passes) -> list[Action]:
 
 
 def _memory(job: Job, mesh: Mesh, kept: dict) -> dict[str, int]:
-    """Layers gathered for the whole step, with gradients of their whole size, where there is a mesh to share them."""
-    if "dp" not in mesh.axes and "fsdp" not in mesh.axes:
-        return {"gathered": 0}
+    """Layers that are whole until the step ends, and gradients of their size, where there is a mesh to share them."""
+    shared = any(axis in mesh.axes for axis in ("dp", "fsdp"))
     size = sum(gathered_bytes(layer, mesh.degree("fsdp")) for layer in kept.values())
-    return {"gathered": size, "gradients": size}
+    return {"gathered": 2 * size if shared else 0}
