@@ -6,7 +6,7 @@ Shared by the plans of all modes, so that the same layer costs the same wherever
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.job import Job
@@ -136,14 +136,14 @@ def optimizer(layers: Sequence[Layer], spec: Spec) -> Op:
     return Op(kind="optimizer", bytes=size * (3 + 2 * copies), flops=numbers * OPTIMIZER_FLOPS[spec.optimizer])
 
 
-def clip(layers: Sequence[Layer], spec: Spec, axes: Mapping[str, int] | None = None) -> list[Op]:
+def clip(layers: Sequence[Layer], spec: Spec, axes: Sequence[tuple[str, int]] = ()) -> list[Op]:
     """If gradients are clipped: their norms on this device, their sums over the axes along which they are cut, with so
     many numbers each, and the scaling. An axis of one device needs no sum, and is not to be given."""
     if spec.clip is None:
         return []
     size = sum(layer.param_bytes for layer in layers)
     total = Op(kind="all_reduce", part="norm", payload="control")
-    sums = [dataclasses.replace(total, axis=axis, bytes=FP32 * count) for axis, count in (axes or {}).items()]
+    sums = [dataclasses.replace(total, axis=axis, bytes=FP32 * count) for axis, count in axes]
     numbers = sum(layer.num_params for layer in layers)
     norm = Op(kind="optimizer", part="norm", bytes=size, flops=2 * numbers)
     return [norm, *sums, Op(kind="optimizer", part="clip", bytes=2 * size, flops=numbers)]

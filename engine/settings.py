@@ -67,7 +67,7 @@ OPTIONS = {
     "compress_rank": (None, ("ddp",)),  # of powersgd alone
     "recompute": ("none", ("single", *REPLICA_MODES, "local_sgd", "layer_split")),
     "precision": ("fp32", tuple(mode for mode in MODE_SETTINGS if mode not in ("context", "expert", "hybrid"))),
-    "clip": (None, tuple(mode for mode in MODE_SETTINGS if mode != "hybrid")),
+    "clip": (None, tuple(MODE_SETTINGS)),
 }
 for _option, (_default, _modes) in OPTIONS.items():
     for _mode in _modes:

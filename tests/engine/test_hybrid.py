@@ -154,6 +154,20 @@ def test_what_does_not_fit_is_refused_with_what_does(given, code, suggest):
         prepare(Spec(mode="hybrid", **(SMALL | given | {refused.value.setting: value})))
 
 
+@pytest.mark.parametrize(
+    ("degrees", "sums"),
+    [
+        ({"dp": 4}, []),  # replicas have the same norms
+        ({"fsdp": 2, "tp": 2}, [("fsdp", 10), ("tp", 10), ("fsdp", 6)]),  # ten matrices, five norms, the positions
+        ({"dp": 2, "tp": 2, "pp": 2}, [("tp", 5), ("pp", 1)]),
+        ({"fsdp": 2, "cp": 2}, [("fsdp", 16)]),
+    ],
+)
+def test_norms_are_summed_along_every_axis_that_cuts_gradients(degrees, sums):
+    ops = modes.plan(job_of(degrees, clip=1.0)).programs[0].ops
+    assert [(op.axis, op.bytes // 4) for op in ops if op.part == "norm" and op.axis] == sums
+
+
 # --- PyTorch as the oracle --------------------------------------------------------------------------------------------
 
 
@@ -242,7 +256,7 @@ def _padded(parameters) -> int:
     [
         ({"dp": 2, "tp": 2}, {}),
         ({"fsdp": 2, "tp": 2}, {"optimizer": "adamw", "lr": 1e-3}),
-        ({"dp": 2, "fsdp": 2, "tp": 2}, {}),
+        ({"dp": 2, "fsdp": 2, "tp": 2}, {"clip": 0.1}),
         ({"dp": 2, "pp": 2}, {"schedule": "zbv"}),
         ({"dp": 2, "pp": 2}, {"schedule": "interleaved_zero_bubble"}),
         ({"fsdp": 2, "pp": 2}, {"schedule": "1f1b"}),
@@ -251,7 +265,7 @@ def _padded(parameters) -> int:
         ({"fsdp": 2, "pp": 2}, {"schedule": "looped_bfs", "stages_per_rank": 4, "layers": 6}),
         ({"tp": 2, "pp": 2}, {"schedule": "gpipe"}),
         ({"cp": 2, "fsdp": 2}, {}),
-        ({"cp": 2, "fsdp": 2}, {"attention": "all_gather", "balance": "none"}),
+        ({"cp": 2, "fsdp": 2}, {"attention": "all_gather", "balance": "none", "clip": 0.1}),
         ({"fsdp": 2, "tp": 2, "pp": 2}, {"schedule": "interleaved_1f1b"}),
         ({"fsdp": 2, "tp": 2, "pp": 2}, {"schedule": "zbv", "model": "mlp", "layers": 5}),
     ],
@@ -260,6 +274,18 @@ def test_a_mesh_equals_one_device_and_does_what_was_planned(degrees, settings, l
     if settings.get("model") == "mlp":
         settings = settings | {"heads": None, "context": None}
     holds(finished(spec_of(degrees, **settings, **SHORT), launcher, runs_dir))
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("degrees", "schedule"), [({"fsdp": 2, "tp": 2, "pp": 2}, "1f1b"), ({"dp": 2, "pp": 2}, "zbv")]
+)
+def test_the_norm_is_that_of_all_shards_and_stages_together(degrees, schedule, launcher, runs_dir):
+    """The limit is far below the norms, so that what is updated is what was clipped."""
+    result = finished(spec_of(degrees, schedule=schedule, clip=0.1, **SHORT), launcher, runs_dir)
+    holds(result)
+    assert result["parity"]["norm_max_rel_diff"] < 1e-5
+    assert min(result["grad_norms"]) > 0.1
 
 
 @pytest.mark.real

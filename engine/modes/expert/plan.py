@@ -41,7 +41,7 @@ def _program(job: Job, step: int, group: Sequence[int], place: int) -> Program:
         for item in backward(job, layer, arrivals(job, layer, group, place)):
             ops += chain.backward([item], batch) if isinstance(item, Layer) else [item]
         ops += all_reduces(whole, layer.name, "ep")
-    clip = chain.clip(layers, job.spec, {"ep": 1} if len(group) > 1 else {})  # the square of its experts' norm
+    clip = chain.clip(layers, job.spec, [("ep", 1)] if len(group) > 1 else [])  # the square of its experts' norm
     ops += [*clip, chain.optimizer(layers, job.spec)]
     memory = chain.standing_memory(layers, job.spec) | {"buckets": sum(bucket.bytes for bucket in whole)}
     shares = tuple(mine.param_bytes / layer.param_bytes for mine, layer in zip(layers, job.layers, strict=True))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from engine import chain
 from engine.cost.machine import machine
 from engine.job import Job
+from engine.modes.fsdp.norms import norm_sums
 from engine.modes.fsdp.units import equal_ranks, gathered_bytes, padded_bytes, shard
 from engine.plan import Mesh, Op, Plan, Program
 from engine.shapes import Layer
@@ -112,7 +113,7 @@ def sharing(
     """
     ranks = mesh.degree("fsdp")
     padded = sum(padded_bytes(layer, ranks) for layer in held.values())
-    numbers = sum(len(layer.params) for layer in held.values())  # the norm of each parameter
+    norms = norm_sums(job, mesh, held.values())
     programs, roles = [], []
     for run in equal_ranks(list(held.values()), ranks):
         shards = {i: shard(layer, ranks, run.start) for i, layer in held.items()}
@@ -121,7 +122,7 @@ def sharing(
         holds = tuple(i for i, layer in shards.items() if layer.param_bytes)
         shares = tuple(shards[i].param_bytes / job.layers[i].param_bytes for i in holds)
         roles += [len(programs)] * len(run)
-        clip = chain.clip(mine, job.spec, {"fsdp": numbers} if ranks > 1 else {})
+        clip = chain.clip(mine, job.spec, norms)
         update = [*clip, chain.optimizer(mine, job.spec)]
         of_stage = tuple(stage for i, stage in zip(held, stages, strict=False) if i in holds)
         memory_of = chain.standing_memory(mine, job.spec) | kept

@@ -109,6 +109,7 @@ class MeshPipeline(Pipeline):
     def __init__(self, job: Job, place: Place, batches: Batches, mesh: DeviceMesh):
         self.mesh = mesh
         super().__init__(job, place, batches, mesh.get_group("pp"))
+        self.norm_groups = {"pp": self.group}  # the other axes' DTensors sum over those themselves
 
     def _stage(self, whole: models.Chain, stage: int, place: Place) -> LayeredStage:
         layered = super()._stage(whole, stage, place)

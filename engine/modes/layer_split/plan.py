@@ -31,7 +31,7 @@ def _ops(job: Job, stage: int) -> tuple[Op, ...]:
     ops += chain.backward(stages[stage], batch, stage=stage, spec=job.spec)
     if not is_first:
         ops.append(_message("send", "gradient", stage, stage - 1, inbound))
-    ops += chain.clip(stages[stage], job.spec, {"pp": 1} if len(stages) > 1 else {})
+    ops += chain.clip(stages[stage], job.spec, [("pp", 1)] if len(stages) > 1 else [])
     return (*ops, chain.optimizer(stages[stage], job.spec))
 
 

@@ -119,7 +119,7 @@ def _exchange(job: Job, stages: Sequence[int], pipelines: list[range]) -> list[O
 
 def _update(job: Job, stages: Sequence[int]) -> list[Op]:
     layers = _layers(job, stages)
-    clip = chain.clip(layers, job.spec, {"pp": 1} if job.degree("pp") > 1 else {})
+    clip = chain.clip(layers, job.spec, [("pp", 1)] if job.degree("pp") > 1 else [])
     return [*clip, chain.optimizer(layers, job.spec)]
 
 

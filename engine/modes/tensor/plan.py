@@ -42,7 +42,7 @@ def assemble(job: Job, forward: Way, backward: Way, after: Iterable[Op]) -> Plan
     ops = [chain.load(job.sample_bytes, job.local_batch), *(op for unit in cut for op in unit.forward)]
     ops += [op for unit in reversed(cut) for op in unit.backward]
     laid_out = parameters_in(job, styles(job)) + len(after)  # as DTensors: what is cut, and the norms of sequences
-    clip = chain.clip(layers, job.spec, {"tp": laid_out} if ranks > 1 else {})
+    clip = chain.clip(layers, job.spec, [("tp", laid_out)] if ranks > 1 else [])
     ops += [*(after if ranks > 1 else []), *clip, chain.optimizer(layers, job.spec)]
     shares = tuple(mine.param_bytes / layer.param_bytes for mine, layer in zip(layers, job.layers, strict=True))
     memory = chain.standing_memory(layers, job.spec)

@@ -1,0 +1,27 @@
+"""Layers that the ranks of a mesh share -> the all-reduces that make one norm of the norms of their gradients.
+
+DTensor sums the norms of those parameters that lie on one mesh together, a number each: on fsdp alone, or also on tp
+where a module is cut for tensor ranks. No DTensor knows of other stages, so the square of all is summed over them.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from engine.job import Job
+from engine.modes.tensor.shards import styles
+from engine.plan import Mesh
+from engine.shapes import Layer
+
+
+def norm_sums(job: Job, mesh: Mesh, layers: Iterable[Layer]) -> list[tuple[str, int]]:
+    """(axis, how many numbers), in order. Replicas of a shard have the same norm, and sum nothing."""
+    cut = styles(job)
+    names = [f"{layer.name}.{name}" for layer in layers for name, _ in layer.params]
+    alike = Counter(name.rpartition(".")[0] in cut for name in names)  # in the order in which they are met
+    sums = [
+        (axis, count)
+        for on_tensor_ranks, count in alike.items()
+        for axis in ("fsdp", "tp")
+        if mesh.degree(axis) > 1 and (on_tensor_ranks or axis == "fsdp")
+    ]
+    return [*sums, *([("pp", 1)] if mesh.degree("pp") > 1 else [])]
