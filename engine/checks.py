@@ -54,11 +54,12 @@ def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
             raise SpecError("option_of_model", setting, value, model=model, reason=reason)
     if spec.recompute == "selective" and not any(layer.products for layer in layers):
         raise SpecError("nothing_to_recompute", "recompute", "selective", suggest=["none", "full"], model=spec.model)
-    if spec.mode in TENSOR_MODES or degrees(spec).get("tp", 1) > 1:
+    if spec.mode in TENSOR_MODES or (degrees(spec).get("tp", 1) > 1 and spec.model != "moe"):
         _check_shards(spec, layers)
     if spec.mode == "context":
         return check_context(spec)
     if spec.mode == "hybrid":
+        _check_expert_axis(spec)
         spec = _check_context_axis(spec)
     if spec.mode == "expert" and spec.experts % spec.devices:
         raise _experts_left(spec)
@@ -121,6 +122,21 @@ def _check_context_axis(spec: Spec) -> Spec:
         if getattr(spec, other) > 1:
             raise SpecError("axes_together", "cp", spec.cp, suggest=[1], other=other, works="fsdp")
     return check_context(spec.with_(attention=spec.attention or MODE_SETTINGS["context"]["attention"]), "cp")
+
+
+def _check_expert_axis(spec: Spec) -> None:
+    """Experts are shared out among replicas of all the rest; what routers choose is known of no other mesh."""
+    if spec.model != "moe":
+        if spec.ep > 1:
+            raise SpecError("model_of_mode", "model", spec.model, suggest=MODE_MODELS["expert"], mode="expert")
+        return
+    for other in ("pp", "fsdp", "cp", "tp"):
+        if getattr(spec, other) > 1:
+            raise SpecError("axis_of_model", other, getattr(spec, other), suggest=[1], model=spec.model, works="dp, ep")
+    if spec.experts % spec.ep:
+        good = nearest([d for d in range(1, spec.experts + 1) if spec.experts % d == 0], spec.ep, 8)
+        sizes = f"experts {spec.experts}"
+        raise SpecError("devices_divide", "ep", spec.ep, suggest=good, model=spec.model, sizes=sizes)
 
 
 def _without_pipeline(spec: Spec) -> Spec:

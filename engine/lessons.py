@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.plan import AXES, COMPUTE, KINDS, PAYLOADS, Op
+from engine.plan import AXES, COMPUTE, FLAT, KINDS, PAYLOADS, Op
 from engine.timeline import Span
 
 FORWARD = ("forward",)
@@ -17,9 +17,9 @@ PASSES = FORWARD + BACKWARD
 class Step:
     """One step of a lesson: its name, a sentence, and which ops it happens in.
 
-    Ops of `kinds`; of those that communicate, only the ones that move `payload` (one or several) on `axis`, and only
-    those whose part computes a `before` pass next: so a gather for forward is told from one for backward. Of all of
-    them, only those whose part has a name that ends with `part` (one or several). A step without kinds happened
+    Ops of `kinds`; of those that communicate, only the ones that move `payload` on `axis` (one or several of each), and
+    only those whose part computes a `before` pass next: so a gather for forward is told from one for backward. Of all
+    of them, only those whose part has a name that ends with `part` (one or several). A step without kinds happened
     earlier: it is seen in what the devices hold at the start, or with `payload="batch"` in the parts of the batch that
     wait before them.
     """
@@ -28,14 +28,15 @@ class Step:
     text: str
     kinds: tuple[str, ...] = ()
     payload: str | tuple[str, ...] = ()
-    axis: str = ""
+    axis: str | tuple[str, ...] = ()
     before: str = ""
     part: str | tuple[str, ...] = ""
 
     def __post_init__(self) -> None:
-        if isinstance(self.payload, str):
-            object.__setattr__(self, "payload", (self.payload,))
-        unknown = ({*self.kinds} - {*KINDS}) | ({*self.payload} - {*PAYLOADS}) | ({self.axis} - {"", *AXES})
+        for name in ("payload", "axis"):
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, (value,))
+        unknown = ({*self.kinds} - {*KINDS}) | ({*self.payload} - {*PAYLOADS}) | ({*self.axis} - {*AXES, *FLAT})
         if unknown or self.before not in ("", "forward", "backward"):
             raise ValueError(f"{self.title}: no op has {', '.join(sorted(unknown)) or self.before}")
 
@@ -61,7 +62,7 @@ class Step:
         axis = op.axis if isinstance(op, Op) else op.group
         return (
             (not self.payload or op.payload in self.payload)
-            and self.axis in ("", axis)
+            and (not self.axis or axis in self.axis)
             and self.before in ("", following.get(op.part))
         )
 

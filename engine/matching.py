@@ -13,7 +13,6 @@ costs what its roles cost. The rules of waiting are those of torch.distributed:
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -113,7 +112,7 @@ def _wrong(op: Op, plan: Plan) -> str:
             return wrong
     if not op.axis:
         return "" if op.kind in COMPUTE and op.peer is None else "it communicates, and names no axis"
-    if op.axis not in plan.mesh.axes:
+    if not plan.mesh.has(op.axis):
         return f"the mesh has no axis {op.axis}"
     degree = plan.mesh.degree(op.axis)
     if op.peer is None:
@@ -152,8 +151,7 @@ def uniform(plan: Plan) -> Plan:
 
 def _coordinates(plan: Plan, axis: str) -> tuple[np.ndarray, int, int]:
     """(coordinate of every rank on an axis, ranks from one coordinate to the next, degree)"""
-    i = plan.mesh.axes.index(axis)
-    stride, degree = math.prod(plan.mesh.degrees[i + 1 :]), plan.mesh.degrees[i]
+    stride, degree = plan.mesh.stride(axis), plan.mesh.degree(axis)
     return np.arange(plan.world_size) // stride % degree, stride, degree
 
 
@@ -243,7 +241,7 @@ def _match_collectives(graph: Graph, calls: dict[tuple[int, str], np.ndarray]) -
     )
     done = set()
     for role, axis in calls:
-        if axis not in graph.plan.mesh.axes or (role, axis) in done:
+        if not graph.plan.mesh.has(axis) or (role, axis) in done:
             continue
         members = _members(graph.plan, graph.representative[role], axis)
         done |= {(member, axis) for member in members}

@@ -10,18 +10,23 @@ from engine.settings import MODE_SETTINGS
 from engine.spec import MAX_DEVICES, Spec
 
 FIRST_TO_GROW = ("fsdp", "dp", "tp", "pp")  # which axis is proposed for devices that no degree speaks for
+WITH_EXPERTS = ("ep", "dp")  # the same, where there are some; a mesh for them has no other axes
 
 
 def fill_degrees(spec: Spec) -> Spec:
     """The degrees of a mesh of any axes. What is left over goes to the one axis that is left out; where several are,
-    it is asked for. Without any degree: pairs of tensor ranks, and shards over the pairs."""
+    it is asked for. Without any degree: pairs of tensor ranks, and shards over the pairs; or pairs that share out the
+    experts, and replicas."""
+    to_grow, (pair, rest_of) = FIRST_TO_GROW, ("tp", "fsdp")
+    if spec.model == "moe":
+        to_grow, (pair, rest_of) = WITH_EXPERTS, ("ep", "dp")
     axes = [axis for axis in AXES if axis in MODE_SETTINGS[spec.mode]]
     given = {axis: getattr(spec, axis) for axis in axes if getattr(spec, axis) is not None}
     if not given:
         pairs = spec.devices > 2 and spec.devices % 2 == 0
-        given = {"fsdp": spec.devices // 2, "tp": 2} if pairs else {"fsdp": spec.devices}
+        given = {rest_of: spec.devices // 2, pair: 2} if pairs else {to_grow[0]: spec.devices}
     product, text = math.prod(given.values()), " x ".join(f"{axis} {degree}" for axis, degree in given.items())
-    free = [axis for axis in FIRST_TO_GROW if axis not in given]
+    free = [axis for axis in to_grow if axis not in given]
     rest, beyond = divmod(spec.devices, product)
     if beyond or (rest > 1 and not free):
         good = sorted({product, product * max(1, round(spec.devices / product))})

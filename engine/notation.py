@@ -23,7 +23,7 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from engine.plan import AXES, KINDS, PAYLOADS, Mesh, Op, Plan, Program
+from engine.plan import AXES, FLAT, KINDS, PAYLOADS, Mesh, Op, Plan, Program
 from engine.rules import closest
 
 SIZES = ("flops", "bytes", "saved")
@@ -66,7 +66,7 @@ def format_plan(plan: Plan) -> str:
 
 def format_op(op: Op) -> str:
     """`send activation s0 m1 pp>1 bytes=4096 async`. ValueError for a name that a plan cannot have."""
-    for name, known in ((op.kind, KINDS), (op.payload, ("", *PAYLOADS)), (op.axis, ("", *AXES))):
+    for name, known in ((op.kind, KINDS), (op.payload, ("", *PAYLOADS)), (op.axis, ("", *AXES, *FLAT))):
         if name not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}")
     words = [op.kind]
@@ -208,7 +208,7 @@ def _parse_word(word: str, kind: str) -> dict[str, object]:
         return {"asynchronous": True}
     if word in PAYLOADS:
         return {"payload": word}
-    if word in AXES:
+    if word in (*AXES, *FLAT):
         return {"axis": word}
     if NUMBERED.fullmatch(word):
         return {"stage" if word[0] == "s" else "microbatch": _whole(word[1:])}
@@ -233,7 +233,7 @@ def _whole(text: str) -> int:
 
 def _name(text: str) -> str:
     """As it is where that cannot be mistaken, else in quotes."""
-    taken = text == "async" or text in PAYLOADS or text in AXES or NUMBERED.fullmatch(text)
+    taken = text == "async" or text in PAYLOADS or text in (*AXES, *FLAT) or NUMBERED.fullmatch(text)
     return text if PLAIN.fullmatch(text) and not taken else json.dumps(text, ensure_ascii=False)
 
 

@@ -15,6 +15,7 @@ MESSAGES = ("send", "recv")
 KINDS = COMPUTE + COLLECTIVES + MESSAGES
 PAYLOADS = ("batch", "activation", "gradient", "weights", "tokens", "control")
 AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
+FLAT = {"dp_ep": ("dp", "ep")}  # neighbours taken as one axis by an op, as torch's DeviceMesh flattens them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,17 +77,22 @@ class Mesh:
     def size(self) -> int:
         return math.prod(self.degrees)
 
+    def has(self, axis: str) -> bool:
+        return all(each in self.axes for each in FLAT.get(axis, (axis,)))
+
     def degree(self, axis: str) -> int:
-        return self.degrees[self.axes.index(axis)] if axis in self.axes else 1
+        return math.prod(self.degrees[self.axes.index(a)] for a in FLAT.get(axis, (axis,)) if a in self.axes)
+
+    def stride(self, axis: str) -> int:
+        """Ranks from one coordinate to the next."""
+        return math.prod(self.degrees[self.axes.index(FLAT.get(axis, (axis,))[-1]) + 1 :])
 
     def coordinate(self, rank: int, axis: str) -> int:
-        i = self.axes.index(axis)
-        return rank // math.prod(self.degrees[i + 1 :]) % self.degrees[i]
+        return rank // self.stride(axis) % self.degree(axis)
 
     def peer(self, rank: int, axis: str, index: int) -> int:
         """The rank that differs from `rank` only in `axis`, where its coordinate is `index`."""
-        stride = math.prod(self.degrees[self.axes.index(axis) + 1 :])
-        return rank + (index - self.coordinate(rank, axis)) * stride
+        return rank + (index - self.coordinate(rank, axis)) * self.stride(axis)
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
         return tuple(self.peer(rank, axis, i) for i in range(self.degree(axis)))
@@ -120,7 +126,7 @@ class Plan:
         return self.programs[self.roles[rank]]
 
     def coordinate(self, rank: int, op: Op) -> int:
-        return self.mesh.coordinate(rank, op.axis) if op.axis in self.mesh.axes else 0
+        return self.mesh.coordinate(rank, op.axis) if self.mesh.has(op.axis) else 0
 
     def lane(self, rank: int, op: Op) -> str:
         return lane_of(op, self.coordinate(rank, op))

@@ -49,6 +49,7 @@ MODE_SETTINGS = {
         "dp": None,
         "fsdp": None,
         "cp": None,
+        "ep": None,
         "tp": None,
         "attention": None,
         "balance": None,
@@ -110,7 +111,7 @@ MODEL_REASONS = {
 }
 # A mode that is not named takes every model.
 MODE_MODELS = {"tensor": ("cnn", "mlp", "gpt"), "sequence": ("gpt",), "context": ("gpt",), "expert": ("moe",)}
-MODE_MODELS["hybrid"] = MODE_MODELS["tensor"]
+MODE_MODELS["hybrid"] = (*MODE_MODELS["tensor"], *MODE_MODELS["expert"])
 # These split the batch over devices.
 DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "local_sgd", "expert")
 # A mode is a name for a mesh: of one axis, or of those whose degrees are settings.

@@ -189,10 +189,10 @@ class Recorder:
             self._call(Op(kind=kind, payload=payload, axis=axis, bytes=size, **where))
             self._awaited.append(self.now())
 
-    def gather(self, part: str, size: int, *, axis: str) -> None:
-        """The shards of a layer are about to be gathered, perhaps in the background."""
+    def background(self, kind: str, part: str, payload: str, size: int, *, axis: str) -> None:
+        """A collective for a layer is about to be called, perhaps in the background: no compute is cut by it."""
         if self.recording:
-            self._call(Op(kind="all_gather", part=part, payload="weights", axis=axis, bytes=size))
+            self._call(Op(kind=kind, part=part, payload=payload, axis=axis, bytes=size))
 
     def _call(self, op: Op) -> None:
         self._collectives.append((self._step, self.now(), op))

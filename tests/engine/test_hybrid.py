@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from itertools import product
@@ -11,6 +12,8 @@ import pytest
 from engine import modes, schedules
 from engine.conform import conform
 from engine.job import Job, prepare
+from engine.matching import match
+from engine.notation import format_plan, parse_plan
 from engine.plan import MESSAGES, Plan, Program
 from engine.rules import SpecError
 from engine.schedules.csv_form import format_order
@@ -28,7 +31,8 @@ SMALL = {
 SHORT = {"steps": 4, "device": "cpu"}
 GROUPED = ("all_gather", "reduce_scatter", "all_reduce")
 SUMS = {"embed": 1, "head": 4}  # all-reduces over tp, there and back; a block has two each way
-AXES = ("dp", "fsdp", "tp", "pp", "cp")
+AXES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
+MOE = {"model": "moe", "experts": 8, "top_k": 2}
 
 
 def spec_of(degrees: dict[str, int], **settings) -> Spec:
@@ -131,7 +135,9 @@ def test_the_degree_that_is_left_out_is_filled_in_where_only_one_is():
     filled = prepare(Spec(mode="hybrid", devices=8, dp=1, tp=2, pp=2, **SMALL)).spec
     assert filled.fsdp == 2
     alone = prepare(Spec(mode="hybrid", devices=8, **SMALL)).spec
-    assert [getattr(alone, axis) for axis in AXES] == [1, 4, 2, 1, 1]
+    assert [getattr(alone, axis) for axis in AXES] == [1, 4, 2, 1, 1, 1]
+    experts = prepare(Spec(mode="hybrid", devices=8, dp=2, **(SMALL | MOE))).spec
+    assert experts.ep == 4
 
 
 @pytest.mark.parametrize(
@@ -144,6 +150,11 @@ def test_the_degree_that_is_left_out_is_filled_in_where_only_one_is():
         ({"devices": 4, "tp": 4, "fsdp": 1, "dp": 1}, "devices_divide", (1, 2)),
         ({"devices": 4, "tp": 2, "fsdp": 2, "dp": 1, "schedule": "1f1b"}, "needs_axis", ()),
         ({"devices": 8, "pp": 2, "fsdp": 4, "dp": 1, "microbatches": 3}, "batch_by_microbatches", (2, 4)),
+        ({"devices": 8, "dp": 2, "ep": 4, **MOE, "experts": 6}, "devices_divide", ()),  # no other divisor makes eight
+        ({"devices": 4, "ep": 4, **MOE, "experts": 6}, "devices_divide", (1, 2)),
+        ({"devices": 4, "dp": 2, "fsdp": 2, **MOE}, "axis_of_model", (1,)),
+        ({"devices": 4, "ep": 4}, "model_of_mode", ("moe",)),
+        ({"devices": 8, "dp": 2, "ep": 4, **MOE, "global_batch": 12}, "batch_by_replicas", (8, 16)),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_does(given, code, suggest):
@@ -166,6 +177,32 @@ def test_what_does_not_fit_is_refused_with_what_does(given, code, suggest):
 def test_norms_are_summed_along_every_axis_that_cuts_gradients(degrees, sums):
     ops = modes.plan(job_of(degrees, clip=1.0)).programs[0].ops
     assert [(op.axis, op.bytes // 4) for op in ops if op.part == "norm" and op.axis] == sums
+
+
+def test_experts_are_averaged_over_replicas_and_all_the_rest_over_every_rank():
+    """A block's expert has 8 matrices' worth of hidden x hidden; its replicas have a quarter of the eight each."""
+    plan = modes.plan(job_of({"dp": 2, "ep": 4}, **MOE), 2)
+    assert (plan.mesh.axes, plan.mesh.degrees, plan.roles) == (("dp", "ep"), (2, 4), (0,) * 8)
+    ops = plan.programs[0].ops
+    of_experts = [(op.part, op.bytes) for op in ops if op.axis == "dp"]
+    assert of_experts == [(f"block{i}.experts", 4 * 2 * 8 * HIDDEN**2) for i in (2, 1)]
+    dense = prepare(Spec(mode="expert", devices=4, **(SMALL | MOE)))
+    alone = [op.bytes for op in modes.plan(dense, 2).programs[0].ops if op.kind == "all_reduce"]
+    assert [op.bytes for op in ops if op.axis == "dp_ep"] == alone
+    assert [plan.mesh.group(5, axis) for axis in ("dp", "ep", "dp_ep")] == [(1, 5), (4, 5, 6, 7), tuple(range(8))]
+    match(plan)
+    assert parse_plan(format_plan(plan)) == plan
+
+
+def test_tokens_come_from_the_ranks_of_one_replica_alone():
+    job = job_of({"dp": 2, "ep": 2}, **MOE)
+    routed = tuple({f"block{i}": [rank + 1] * 4 + [0] * 4 for i in (1, 2)} for rank in range(4))
+    plan = modes.plan(dataclasses.replace(job, routed=routed))
+    came = [
+        next(op.bytes for op in plan.program(rank).ops if (op.part, op.payload) == ("block1.combine", "tokens"))
+        for rank in range(4)
+    ]
+    assert came == [4 * HIDDEN * 4 * (1 + 2), 0, 4 * HIDDEN * 4 * (3 + 4), 0]
 
 
 # --- PyTorch as the oracle --------------------------------------------------------------------------------------------
@@ -286,6 +323,22 @@ def test_the_norm_is_that_of_all_shards_and_stages_together(degrees, schedule, l
     holds(result)
     assert result["parity"]["norm_max_rel_diff"] < 1e-5
     assert min(result["grad_norms"]) > 0.1
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("degrees", "settings"),
+    [({"dp": 2, "ep": 2}, {"optimizer": "adamw", "lr": 1e-3}), ({"dp": 4, "ep": 2}, {"clip": 0.1})],
+)
+def test_experts_of_several_replicas_equal_those_of_one_device(degrees, settings, launcher, runs_dir):
+    spec = spec_of(degrees, **MOE, **settings, **SHORT)
+    result = finished(spec, launcher, runs_dir)
+    holds(result)
+    if "clip" in settings:
+        assert result["parity"]["norm_max_rel_diff"] < 1e-5
+    timeline = Timeline.load(runs_dir / result["run_id"] / "timeline.parquet").step(3)
+    averaged = [s.part for s in timeline.spans() if s.lane == "dp"]
+    assert Counter(averaged) == dict.fromkeys(("block1.experts", "block2.experts"), spec.devices)
 
 
 @pytest.mark.real

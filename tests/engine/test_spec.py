@@ -101,6 +101,7 @@ JOINED = [
     ({"mode": "hybrid", "devices": "4", "tp": "2", "fsdp": "2", "balance": "none"}, "needs_axis", "balance"),
     ({"mode": "hybrid", "devices": "4", "tp": "2", "cp": "2", "model": "gpt"}, "axes_together", "cp"),
     ({"mode": "hybrid", "devices": "4", "cp": "2", "fsdp": "2", "model": "mlp"}, "model_of_mode", "model"),
+    ({"mode": "hybrid", "devices": "4", "ep": "2", "tp": "2", "model": "moe"}, "axis_of_model", "tp"),
     ({"mode": "hybrid", "devices": "6", "cp": "3", "fsdp": "2", "model": "gpt"}, "context_divides", "cp"),
     ({"mode": "hybrid", "devices": "3"}, "batch_by_replicas", "global_batch"),
     ({"mode": "hybrid", "devices": "8", "tp": "8", "model": "gpt"}, "devices_divide", "tp"),

@@ -85,7 +85,7 @@ def _collectives(spans: Sequence[Span], mesh: Mesh, shortest: float) -> list[Fli
     for span in sorted(spans, key=lambda s: s.start):
         if span.kind not in COLLECTIVES:
             continue
-        group = mesh.group(span.rank, span.group) if span.group in mesh.axes else tuple(sorted(drawn))
+        group = mesh.group(span.rank, span.group) if mesh.has(span.group) else tuple(sorted(drawn))
         place = (span.step, span.group, group)
         calls[(*place, counts[(*place, span.rank)])].append(span)
         counts[(*place, span.rank)] += 1

@@ -192,11 +192,12 @@ def _spots(plan: Plan, drawn: int, rooted: bool, in_line: bool) -> dict[int, tup
 
 
 def _across(mesh: Mesh) -> list[str]:
-    """Of a mesh of several axes, those that run from left to right. Stages do, and tensor ranks side by side in them;
-    replicas stand below each other, and so do shards, unless they are shared out within replicas."""
+    """Of a mesh of several axes, those that run from left to right. Stages do, and in them tensor ranks and
+    those that share experts out; replicas stand below each other, and so do shards, unless they are shared out within
+    replicas."""
     axes = [axis for axis in mesh.axes if mesh.degree(axis) > 1]
     shards = "dp" in axes and "pp" not in axes
-    return [axis for axis in axes if axis in ("pp", "tp") or (axis == "fsdp" and shards)] if len(axes) > 1 else []
+    return [axis for axis in axes if axis in ("pp", "ep", "tp") or (axis == "fsdp" and shards)] if len(axes) > 1 else []
 
 
 def grid(graph: nx.DiGraph) -> dict[int, tuple[float, float]]:

@@ -6,74 +6,70 @@ back from them, is the same in both: each of its tokens, `top_k` times.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from engine import chain
 from engine.job import Job
-from engine.modes.ddp.buckets import buckets
+from engine.modes.ddp.buckets import DEFAULT_BUCKET_MB, buckets
 from engine.modes.ddp.plan import all_reduces, bucket_order
+from engine.modes.expert.shares import held, replicated
 from engine.modes.tensor.shards import piece
 from engine.plan import Mesh, Op, Plan, Program
 from engine.shapes import FP32, Layer, norm_saved, num_experts
 
 INT64 = 8  # bytes
 ATTENTION = ("norm1", "qkv", "proj", "norm2", "router")
+EXPERTS = ".experts"
 Cut = list[Layer | Op]  # pieces of a layer, for one sample, and the collectives between them, for all of a rank's
 
 
 def plan(job: Job, step: int) -> Plan:
-    ranks = range(job.degree("ep"))
+    return on_mesh(job, Mesh(("ep",), (job.degree("ep"),)), step)
+
+
+def on_mesh(job: Job, mesh: Mesh, step: int) -> Plan:
+    """Over ep experts are shared out, and over dp all of that is there again."""
     alike = job.routed is None  # then all ranks do the same
-    programs = tuple(_program(job, step, ranks, place) for place in ranks[: 1 if alike else None])
-    roles = (0,) * len(ranks) if alike else tuple(ranks)
-    return Plan(Mesh(("ep",), (len(ranks),)), programs, roles, tuple(layer.name for layer in job.layers))
+    programs = tuple(_program(job, step, mesh, rank) for rank in range(1 if alike else mesh.size))
+    roles = (0,) * mesh.size if alike else tuple(range(mesh.size))
+    return Plan(mesh, programs, roles, tuple(layer.name for layer in job.layers))
 
 
-def _program(job: Job, step: int, group: Sequence[int], place: int) -> Program:
+def all_ranks(mesh: Mesh) -> str:
+    """The axis over which averages what every rank has."""
+    return mesh.axes[0] if len(mesh.axes) == 1 else "dp_ep"
+
+
+def _program(job: Job, step: int, mesh: Mesh, rank: int) -> Program:
     """DDP's buckets hold the gradients of what every rank has. A block makes the last of them at the very end."""
+    shared, axis = mesh.degree("ep") > 1, all_ranks(mesh)
+    group, place = (mesh.group(rank, "ep"), mesh.coordinate(rank, "ep")) if mesh.has("ep") else ((rank,), 0)
     layers, batch = held(job, place), job.local_batch
-    whole = buckets(replicated(job), job.spec.bucket_mb if step > 0 else None)
-    ops = [chain.load(job.sample_bytes, batch), *(bucket_order(whole, "ep") if step == 1 else [])]
+    limit = job.spec.bucket_mb or DEFAULT_BUCKET_MB
+    whole = buckets(replicated(job), limit if step > 0 else None)
+    ops = [chain.load(job.sample_bytes, batch), *(bucket_order(whole, axis) if step == 1 else [])]
     for layer in layers:
         for item in forward(job, layer, arrivals(job, layer, group, place)):
             ops += chain.forward([item], batch) if isinstance(item, Layer) else [item]
+    of_experts = 0
     for layer in reversed(layers):
         for item in backward(job, layer, arrivals(job, layer, group, place)):
             ops += chain.backward([item], batch) if isinstance(item, Layer) else [item]
-        ops += all_reduces(whole, layer.name, "ep")
-    clip = chain.clip(layers, job.spec, [("ep", 1)] if len(group) > 1 else [])  # the square of its experts' norm
+            if shared and mesh.degree("dp") > 1 and isinstance(item, Layer) and item.name.endswith(EXPERTS):
+                ops.append(_average(item))
+                of_experts += item.param_bytes
+        ops += all_reduces(whole, layer.name, axis)
+    clip = chain.clip(layers, job.spec, [("ep", 1)] if shared else [])  # the square of its experts' norm
     ops += [*clip, chain.optimizer(layers, job.spec)]
-    memory = chain.standing_memory(layers, job.spec) | {"buckets": sum(bucket.bytes for bucket in whole)}
+    memory = chain.standing_memory(layers, job.spec)
+    memory["buckets"] = sum(bucket.bytes for bucket in whole) + of_experts
     shares = tuple(mine.param_bytes / layer.param_bytes for mine, layer in zip(layers, job.layers, strict=True))
-    return Program(tuple(ops), tuple(range(len(layers))), memory, shares=shares if len(group) > 1 else ())
+    return Program(tuple(ops), tuple(range(len(layers))), memory, shares=shares if shared else ())
 
 
-def held(job: Job, place: int) -> tuple[Layer, ...]:
-    """The model's layers, with the experts that the rank at `place` of its group holds: a run of them."""
-
-    def mine(layer: Layer) -> range:
-        each = num_experts(layer) // job.degree("ep")
-        return range(place * each, (place + 1) * each)
-
-    return tuple(
-        replace(layer, params=tuple((n, shape) for n, shape in layer.params if _expert(n) in (None, *mine(layer))))
-        for layer in job.layers
-    )
-
-
-def replicated(job: Job) -> tuple[Layer, ...]:
-    """The model's layers, without what only some ranks of a group have."""
-    shared = job.degree("ep") > 1
-    return tuple(
-        replace(layer, params=tuple((n, shape) for n, shape in layer.params if not shared or _expert(n) is None))
-        for layer in job.layers
-    )
-
-
-def _expert(name: str) -> int | None:
-    """Whose parameter this is: experts.3.up.weight -> 3; None where it is no expert's."""
-    words = name.split(".")
-    return int(words[1]) if words[0] == "experts" else None
+def _average(experts: Layer) -> Op:
+    """Of the gradients of a block's experts, over those that hold the same ones; in the background, as a bucket's."""
+    where = {"part": experts.name, "payload": "gradient", "axis": "dp"}
+    return Op(kind="all_reduce", bytes=experts.param_bytes, asynchronous=True, **where)
 
 
 def arrivals(job: Job, layer: Layer, group: Sequence[int], place: int) -> int:

@@ -1,6 +1,8 @@
 """A job whose experts are shared out over the ranks: PyTorch's all-to-all takes tokens there and back, and its
 DistributedDataParallel averages the gradients of all the rest."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -17,20 +19,68 @@ from engine.real.training import LocalTraining, Place
 
 
 def training(job: Job, place: Place) -> LocalTraining:
+    group = init_device_mesh(place.device.type, (place.world_size,), mesh_dim_names=("ep",)).get_group()
+    return replicated(job, place, group, axis="ep")
+
+
+def replicated(
+    job: Job, place: Place, group: dist.ProcessGroup, *, axis: str, copies: dist.ProcessGroup | None = None
+) -> LocalTraining:
+    """Experts are shared out over `group`, and the same ones held by the ranks of `copies`; all ranks, together the
+    `axis`, average all the rest."""
     chain = models.build(job).to(place.device)
     chain.recorder = place.recorder
-    group = init_device_mesh(place.device.type, (place.world_size,), mesh_dim_names=("ep",)).get_group()
     own = share_experts(chain, group, place.recorder)
-    place.recorder.label = lambda kind: ("ep", "gradient" if kind == "all_reduce" else "control")
+    place.recorder.label = lambda kind: (axis, "gradient" if kind == "all_reduce" else "control")
     place.recorder.parts = lambda kind, layer: parts(job, kind, layer)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(chain, own)
-    limit = {} if job.spec.bucket_mb == DEFAULT_BUCKET_MB else {"bucket_cap_mb": job.spec.bucket_mb}
-    replica = DistributedDataParallel(chain, process_group=group, **limit)
+    limit = {} if job.spec.bucket_mb in (None, DEFAULT_BUCKET_MB) else {"bucket_cap_mb": job.spec.bucket_mb}
+    replica = DistributedDataParallel(chain, **limit)
     optimizer = models.make_optimizer(job, chain.parameters())
     batches = Batches(job, place.rank, place.world_size, place.device)
-    local = LocalTraining(job, place, chain, replica, batches, optimizer)
+    local = ExpertTraining(job, place, chain, replica, batches, optimizer)
     local.norm_groups, local.norm_names = {"ep": group}, {"ep": own}
+    if own and copies is not None and dist.get_world_size(copies) > 1:
+        blocks = [block for block in chain.children() if isinstance(block, models.MixtureBlock)]
+        local.averages = [Average(block, copies, place.recorder) for block in blocks]
     return local
+
+
+class ExpertTraining(LocalTraining):
+    """Gradients are there when also those of experts are averaged."""
+
+    averages: Sequence["Average"] = ()
+
+    def make_gradients(self, step: int) -> float:
+        loss = super().make_gradients(step)
+        for average in self.averages:
+            average.finish()
+        return loss
+
+
+class Average:
+    """Of a block's experts, whose gradients go out in one all-reduce over those that hold the same ones: in the
+    background, once the last is there."""
+
+    def __init__(self, block: models.MixtureBlock, group: dist.ProcessGroup, recorder: Recorder):
+        self.name, self.parameters = f"{block.name}.experts", list(block.experts.parameters())
+        self.group, self.recorder, self.there = group, recorder, 0
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def _arrived(self, _: torch.Tensor) -> None:
+        self.there += 1
+        if self.there == len(self.parameters):
+            self.sum = torch.cat([parameter.grad.flatten() for parameter in self.parameters])
+            self.recorder.background("all_reduce", self.name, "gradient", self.sum.nbytes, axis="dp")
+            self.work = dist.all_reduce(self.sum, group=self.group, async_op=True)
+
+    def finish(self) -> None:
+        self.work.wait()
+        means = self.sum.div_(dist.get_world_size(self.group)).split([p.numel() for p in self.parameters])
+        for parameter, mean in zip(self.parameters, means, strict=True):
+            parameter.grad.copy_(mean.view_as(parameter))
+        self.there = 0
 
 
 def share_experts(chain: models.Chain, group: dist.ProcessGroup, recorder: Recorder) -> list[str]:

@@ -64,7 +64,7 @@ class AnnouncedAllGather(DefaultAllGather):
         self.recorder, self.layer = recorder, layer
 
     def __call__(self, output_tensor, input_tensor, *args, **kwargs):
-        self.recorder.gather(self.layer, input_tensor.nbytes, axis="fsdp")
+        self.recorder.background("all_gather", self.layer, "weights", input_tensor.nbytes, axis="fsdp")
         return super().__call__(output_tensor, input_tensor, *args, **kwargs)
 
 

@@ -15,11 +15,12 @@ LESSON = Lesson(
         Step(
             "Cut of the model",
             "Stages take runs of layers, tensor ranks parts of each layer's matrices, and fsdp ranks share what is "
-            "left of them.",
+            "left of them. Of a mixture of experts, ranks of ep take some experts each.",
         ),
         Step(
             "Data assignment",
-            "Each replica, of dp and fsdp alike, loads its part of the batch; a pipeline cuts it into microbatches.",
+            "Each replica, of dp, fsdp and ep alike, loads its part of the batch; a pipeline cuts it into "
+            "microbatches.",
             kinds=("load",),
         ),
         Step(
@@ -34,7 +35,11 @@ LESSON = Lesson(
             kinds=(*PASSES, "all_reduce"),
             axis="tp",
         ),
-        Step("Handing on", "Activations go to the next stage along pp, gradients back.", kinds=("send", "recv")),
+        Step(
+            "Handing on",
+            "Activations go to the next stage along pp, or tokens to their experts along ep; gradients go back.",
+            kinds=("send", "recv", "all_to_all"),
+        ),
         Step(
             "Gradients to shards",
             "Gradients add up over microbatches, then are reduce-scattered along fsdp, once a step.",
@@ -43,14 +48,15 @@ LESSON = Lesson(
         ),
         Step(
             "Average over replicas",
-            "Each shard of gradients is averaged with its like in the other replicas, along dp.",
+            "Each shard of gradients is averaged with its like in the other replicas, along dp, and so are experts; "
+            "what every rank of ep has, over all ranks.",
             kinds=("all_reduce",),
             payload="gradient",
-            axis="dp",
+            axis=("dp", "dp_ep"),
         ),
         Step("Update", "Every rank updates its own shard.", kinds=("optimizer",)),
     ),
     use="Models and clusters so large that one axis does not suffice: tp within a node, fsdp and pp between nodes.",
     limits="Each degree has the limits of its own parallelism, and their products must fit: heads by tp, layers by pp, "
-    "the batch by dp, fsdp and microbatches.",
+    "the batch by dp, fsdp, ep and microbatches. Experts can be shared out beside dp alone.",
 )

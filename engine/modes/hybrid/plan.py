@@ -12,6 +12,7 @@ from itertools import count
 
 from engine import chain, schedules
 from engine.job import Job
+from engine.modes.expert import plan as expert
 from engine.modes.fsdp.plan import gather, gathering_twice, reduce, shard_of, sharing
 from engine.modes.fsdp.units import gathered_bytes
 from engine.modes.hybrid.dealt import dealt_out
@@ -29,6 +30,8 @@ Passes = dict[tuple[str, int], Sequence[Op]]  # (kind, stage) -> its ops
 
 def plan(job: Job, step: int) -> Plan:
     mesh = mesh_of(job)
+    if job.spec.model == "moe":
+        return expert.on_mesh(job, mesh, step)
     if job.degree("pp") > 1:
         return in_stages(job, mesh)
     if job.degree("cp") > 1:
@@ -37,8 +40,8 @@ def plan(job: Job, step: int) -> Plan:
 
 
 def mesh_of(job: Job) -> Mesh:
-    """The axes that have more than one coordinate, in the order of AXES."""
-    axes = [axis for axis in AXES if job.degree(axis) > 1]
+    """The axes that have more than one coordinate, in the order of AXES; a single rank is a replica."""
+    axes = [axis for axis in AXES if job.degree(axis) > 1] or ["dp"]
     return Mesh(tuple(axes), tuple(job.degree(axis) for axis in axes))
 
 

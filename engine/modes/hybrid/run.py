@@ -9,6 +9,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from engine.job import Job
 from engine.modes.context.run import deal_out
+from engine.modes.expert.plan import all_ranks
+from engine.modes.expert.run import replicated
 from engine.modes.fsdp.run import shard_layers
 from engine.modes.hybrid.plan import mesh_of
 from engine.modes.pipeline.run import Pipeline
@@ -29,6 +31,8 @@ def training(job: Job, place: Place) -> Training:
     replica = mesh.get_local_rank("dp") * job.degree("fsdp") + mesh.get_local_rank("fsdp")
     batches = Batches(job, replica, job.replicas, place.device)
     place.recorder.mesh = mesh_of(job)
+    if job.spec.model == "moe":
+        return replicated(job, place, mesh.get_group("ep"), axis=all_ranks(mesh_of(job)), copies=mesh.get_group("dp"))
     if job.degree("tp") > 1:
         announce(place.recorder, "tp")
         place.recorder.parts = lambda kind, layer: parts(job, kind, layer)

@@ -1,0 +1,34 @@
+"""A model's layers -> what a rank of a group that shares out the experts holds of them, and what all of it hold."""
+
+from dataclasses import replace
+
+from engine.job import Job
+from engine.shapes import Layer, num_experts
+
+
+def held(job: Job, place: int) -> tuple[Layer, ...]:
+    """The model's layers, with the experts that the rank at `place` of its group holds: a run of them."""
+
+    def mine(layer: Layer) -> range:
+        each = num_experts(layer) // job.degree("ep")
+        return range(place * each, (place + 1) * each)
+
+    return tuple(
+        replace(layer, params=tuple((n, shape) for n, shape in layer.params if _expert(n) in (None, *mine(layer))))
+        for layer in job.layers
+    )
+
+
+def replicated(job: Job) -> tuple[Layer, ...]:
+    """The model's layers, without what only some ranks of a group have."""
+    shared = job.degree("ep") > 1
+    return tuple(
+        replace(layer, params=tuple((n, shape) for n, shape in layer.params if not shared or _expert(n) is None))
+        for layer in job.layers
+    )
+
+
+def _expert(name: str) -> int | None:
+    """Whose parameter this is: experts.3.up.weight -> 3; None where it is no expert's."""
+    words = name.split(".")
+    return int(words[1]) if words[0] == "experts" else None
