@@ -65,13 +65,14 @@ class Average:
     def __init__(self, block: models.MixtureBlock, group: dist.ProcessGroup, recorder: Recorder):
         self.name, self.parameters = f"{block.name}.experts", list(block.experts.parameters())
         self.group, self.recorder, self.there = group, recorder, 0
+        self.sum = torch.cat([parameter.detach().flatten() for parameter in self.parameters])
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def _arrived(self, _: torch.Tensor) -> None:
         self.there += 1
         if self.there == len(self.parameters):
-            self.sum = torch.cat([parameter.grad.flatten() for parameter in self.parameters])
+            torch.cat([parameter.grad.flatten() for parameter in self.parameters], out=self.sum)
             self.recorder.background("all_reduce", self.name, "gradient", self.sum.nbytes, axis="dp")
             self.work = dist.all_reduce(self.sum, group=self.group, async_op=True)
 
