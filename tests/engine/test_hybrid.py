@@ -241,14 +241,16 @@ def _words(order: list) -> list[str]:
         ("hsdp", {"dp": 8, "fsdp": 8}, 21, {}),
         ("hsdp", {"dp": 32, "fsdp": 32}, 1000, {}),
         ("hybrid", {"fsdp": 8, "tp": 8}, 33, {}),
-        ("hybrid", {"dp": 4, "fsdp": 32, "tp": 8}, 517, {}),
-        ("hybrid", {"pp": 4, "fsdp": 4, "tp": 4}, 22, {"microbatches": 4}),
+        ("hybrid", {"dp": 4, "fsdp": 32, "tp": 8}, 517, {"clip": 1.0}),
+        ("hybrid", {"pp": 4, "fsdp": 4, "tp": 4}, 22, {"microbatches": 4, "clip": 1.0}),
         ("hybrid", {"pp": 4, "dp": 2, "fsdp": 16, "tp": 8}, 1000, {"schedule": "zbv", "layers": 6, "microbatches": 2}),
     ],
 )
 def test_pytorch_would_do_the_same_on_many_ranks(mode, degrees, rank, settings, tmp_path):
     """Every collective and message of a whole step, by kind, bytes and order on its lane; and what stays in memory."""
     pytest.importorskip("torch")
+    from engine.real.clip import clip
+    from engine.real.recorder import Recorder
     from tests.engine.oracle import playing
 
     replicas = degrees.get("dp", 1) * degrees["fsdp"]
@@ -259,21 +261,23 @@ def test_pytorch_would_do_the_same_on_many_ranks(mode, degrees, rank, settings, 
     with playing(job, rank, tmp_path) as (training, calls):
         calls.seen.clear()
         training.make_gradients(0)
+        if job.spec.clip is not None:
+            clip(training, Recorder(tmp_path / "norms", rank, 0, enabled=False), job.spec.clip)
         training.optimizer.step()
         seen = list(calls.seen)
         parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
         momenta = [training.optimizer.state[p]["momentum_buffer"] for p in parameters]
         kept = {"parameters": _padded(parameters), "optimizer": sum(_local(m).nbytes for m in momenta)}
     planned = [op for op in plan.program(rank).ops if op.axis]
-    for lane in {(op.axis, op.kind in MESSAGES and op.kind, op.peer) for op in planned}:
-        axis, message, peer = lane
-        want = [(op.kind, op.bytes) for op in planned if (op.axis, op.kind in MESSAGES and op.kind, op.peer) == lane]
-        have = [
-            (c.kind, c.bytes) for c in seen if c.axis == axis and (not message or (c.kind, c.peer) == (message, peer))
-        ]
+    for lane in set(map(_lane, planned)):
+        want, have = ([(op.kind, op.bytes) for op in ops if _lane(op) == lane] for ops in (planned, seen))
         assert have == want, lane
     assert len(seen) == len(planned)
     assert kept == {name: plan.program(rank).memory[name] for name in kept}
+
+
+def _lane(op) -> tuple:
+    return op.axis, op.kind in MESSAGES and op.kind, op.peer
 
 
 def _local(tensor):
