@@ -12,6 +12,8 @@ BASE_PYTHON ?= python3 python3.13 python3.12 python3.11 python3.14 python
 PORT ?= 8501
 # `make test ARGS="tests/viz -x"` passes more to pytest.
 ARGS ?=
+# Compiled tests are kept, whatever the environment says: to compile them takes seconds.
+unexport PYTHONDONTWRITEBYTECODE
 # Side by side on all cores; browser tests of a file stay together, since they share what takes long to start.
 PYTEST := $(PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadgroup
 

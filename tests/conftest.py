@@ -38,11 +38,14 @@ SLOW = [line for line in Path(__file__).with_name("slow.txt").read_text().splitl
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what slow.txt lists. A line that names no test any more is an error, wherever its file was collected."""
-    files = {item.nodeid.partition("::")[0] for item in items}
+    by_file: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
     whole = all("::" not in argument for argument in config.args)  # files, and not single tests of them
     for start in SLOW:
-        named = [item for item in items if item.nodeid.startswith(start)]
-        if not named and whole and start.partition("::")[0] in files:
+        there = by_file.get(start.partition("::")[0], [])
+        named = [item for item in there if item.nodeid.startswith(start)]
+        if there and whole and not named:
             raise pytest.UsageError(f"tests/slow.txt: no test begins with {start}")
         for item in named:
             item.add_marker(pytest.mark.slow)
