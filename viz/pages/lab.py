@@ -23,7 +23,7 @@ from viz.pages.numbers import show_numbers
 from viz.pages.picture import measured_timeline, show_picture
 from viz.pages.prediction import Shown, predict_asked
 from viz.pages.settings import escape, show_language, show_settings
-from viz.pages.state import Asked, act, read_url, write_url
+from viz.pages.state import Asked, act, filled, read_url, write_url
 from viz.pages.verdict import notices, show_failure, show_verdict
 
 BUTTON = 190  # pixels
@@ -38,6 +38,11 @@ class Opened(NamedTuple):
     @property
     def run_dir(self) -> Path:
         return self.handle.run_dir
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it came with Lockstep, from another machine."""
+        return self.run_dir.parent.name == archive.GALLERY
 
 
 def show(runs_dir: Path) -> None:
@@ -69,7 +74,7 @@ def _open(asked: Asked, runs_dir: Path) -> tuple[Opened | None, SpecError | None
         handle = open_run(asked, runs_dir)
         if handle is None:
             return None, None
-        spec = archive.read_spec(handle.run_dir)
+        spec = filled(archive.read_spec(handle.run_dir))
     except SpecError as wrong:
         return None, wrong
     if asked.bare:
@@ -204,7 +209,7 @@ def _show_run(asked: Asked, shown: Shown, run: Opened, text: Catalogue) -> None:
                 help=text("lab.resume.help", step=saved[-1]),
                 on_click=act(_resume, run.spec, f"{run.handle.run_id}:{saved[-1]}"),
             )
-    told = [f":material/info: {notice}" for notice in notices(run.spec, text)]
+    told = [f":material/info: {notice}" for notice in notices(run.spec, text, run.elsewhere)]
     if told:
         st.caption("  \n".join(told))
     # "auto" became a device when the run was started.
@@ -224,7 +229,7 @@ def _show_run(asked: Asked, shown: Shown, run: Opened, text: Catalogue) -> None:
         st.info(text("lab.stopped"), icon=":material/stop_circle:")
     result = archive.read_result(run.run_dir)
     if result is not None:
-        show_verdict(result, text)
+        show_verdict(result, text, run.elsewhere)
     measured = measured_timeline(run.run_dir) if same else None
     if same and measured is None:
         st.caption(text("picture.unrecorded"))
@@ -232,7 +237,7 @@ def _show_run(asked: Asked, shown: Shown, run: Opened, text: Catalogue) -> None:
     if result is not None:
         show_charts(result, shown, measured, text)
     # A run of earlier days has no memory in its result.
-    held = (result or {}).get("memory", {}).get("measured") if same else None
+    held = ((result or {}).get("memory") or {}).get("measured") if same else None
     show_memory(shown, held, text)
 
 

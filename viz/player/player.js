@@ -235,7 +235,9 @@ class Player {
       const used = memory[2];
       if (z * width(used, SMALL) < px(x1) - px(memory[0]) - 6) marks("text", { x: px(memory[0]), y: py(memory[1]), class: "ls-small" }, used);
       cells.forEach(([c0, c1, d0, d1], i) => {
-        if (this.named) marks("text", { x: (px(c0) + px(c1)) / 2, y: (py(d0) + py(d1)) / 2, class: kept[i][1] - kept[i][0] > (c1 - c0) / 2 ? "ls-layer ls-held" : "ls-layer" }, layers[i]);
+        if (!this.named) return;
+        const [k0, k1] = kept[i], inside = fits([k0, k1, d0, d1], layers[i]); // the name stands in what is held, if it can
+        marks("text", { x: inside ? (px(k0) + px(k1)) / 2 : (px(c0) + px(c1)) / 2, y: (py(d0) + py(d1)) / 2, class: inside ? "ls-layer ls-held" : "ls-layer" }, layers[i]);
       });
     }
     spans.t0.forEach((t0, i) => {
@@ -288,7 +290,7 @@ class Player {
         if (lit !== c && !(held[c] && (lit === -1 || lit === -2 - held[c]))) return;
         const [k0, k1] = lit === c ? glow[c] : kept[c]; // what is updated, a shard
         over("path", { d: rounded(px(k0), px(k1), py(d1), py(d0), 2), fill: colour, opacity: on });
-        if (this.named && k1 - k0 > (c1 - c0) / 2) over("text", { x: (px(c0) + px(c1)) / 2, y: (py(d0) + py(d1)) / 2, fill: ink, opacity: on, class: "ls-lit" }, layers[c]);
+        if (this.named && z * width(layers[c], CELL) <= px(k1) - px(k0) - 4) over("text", { x: (px(k0) + px(k1)) / 2, y: (py(d0) + py(d1)) / 2, fill: ink, opacity: on, class: "ls-lit" }, layers[c]);
       });
       const pill = fitting(strings[spans.label[i]].split("\t"), (X1 - X0 - 8) / z, PILL), wide = pill && z * (width(pill, PILL) / 2 + 11);
       if (!pill) return;
