@@ -149,8 +149,9 @@ def _learning(result: Mapping[str, Any], text: Catalogue) -> None:
     if losses:
         words.append(text("learning.loss", first=f"{losses[0]:.3g}", last=f"{losses[-1]:.3g}"))
     last = [rows[-1] for rows in result.get("local_losses", []) if rows and rows[-1] is not None]
-    if len(set(last)) > 1:
-        words.append(text("learning.local", low=f"{min(last):.3g}", high=f"{max(last):.3g}"))
+    low, high = (f"{of(last, default=0):.3g}" for of in (min, max))
+    if low != high:
+        words.append(text("learning.local", low=low, high=high))
     words.append(text("learning.steps", steps=len(result["losses"])))
     detail = " · ".join(words)
     if repeated := result.get("repeated_orders"):
