@@ -235,7 +235,8 @@ def _show_run(asked: Asked, shown: Shown, run: Opened, text: Catalogue) -> None:
         st.caption(text("picture.unrecorded"))
     show_picture(shown, measured, text, run.handle.run_id if same else _name(shown))
     if result is not None:
-        show_charts(result, shown, measured, text)
+        # This machine's prediction is no measure of another's seconds.
+        show_charts(result, shown, None if run.elsewhere else measured, text)
     # A run of earlier days has no memory in its result.
     held = ((result or {}).get("memory") or {}).get("measured") if same else None
     show_memory(shown, held, text)
