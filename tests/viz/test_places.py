@@ -45,6 +45,26 @@ def test_a_pipeline_that_goes_round_stands_on_a_ring_and_a_v_in_a_row():
     assert len({box.y0 for box in places(plan, ["a"]).boxes}) == 1
 
 
+@pytest.mark.parametrize(
+    "mode, settings",
+    [
+        ("tensor", {"devices": 4}),
+        ("sequence", {"devices": 4}),
+        ("hybrid", {"devices": 8, "pp": 2, "fsdp": 2, "tp": 2}),
+        ("hybrid", {"devices": 8, "fsdp": 4, "tp": 2}),
+        ("fsdp", {"devices": 4}),
+    ],
+)
+def test_what_a_device_holds_of_a_layer_is_as_wide_as_its_share_and_within_the_layer(mode, settings):
+    plan, layers, _ = predicted(mode, **settings, model="gpt")
+    for box in places(plan, [layer.name for layer in layers]).boxes:
+        program = plan.program(box.rank)
+        for layer, share in zip(program.holds, program.shares or (1.0,) * len(program.holds), strict=True):
+            cell = box.cells[layer]
+            assert cell.x0 - 1e-6 <= cell.kept[0] <= cell.kept[1] <= cell.x1 + 1e-6
+            assert cell.kept[1] - cell.kept[0] == pytest.approx(share * (cell.x1 - cell.x0))
+
+
 def test_an_owner_lights_only_what_it_updates():
     plan, layers, timeline = predicted("zero1", 2)
     payload = moving_picture(picture_info(plan, layers, timeline), EN)

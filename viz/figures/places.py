@@ -218,6 +218,7 @@ def _held(plan: Plan, rank: int) -> dict[int, tuple[float, float]]:
     """Of each layer that a rank holds some of, the part of it, from 0 to 1: shards lie side by side in their group.
 
     A layer is cut for tensor ranks first, and what each of these has of it is sharded further; some it leaves whole.
+    Where a part of the layer is on every rank, such as a GPT's positions, shards overlap by as much.
     """
     program, mesh = plan.program(rank), plan.mesh
     if not program.shares:
@@ -236,9 +237,14 @@ def _held(plan: Plan, rank: int) -> dict[int, tuple[float, float]]:
     shards, cut = members(rank, "fsdp"), members(rank, "tp")
     before, own = shares(shards[: shards.index(rank)]), shares(shards)
     left = shares(member for other in cut[: cut.index(rank)] for member in members(other, "fsdp"))
+    of_all = shares(member for other in cut for member in members(other, "fsdp"))
     held = {}
     for layer, share in zip(program.holds, program.shares, strict=True):
-        start = before.get(layer, 0.0) + (left.get(layer, 0.0) if own[layer] < 1 - 1e-9 else 0.0)
+        is_cut = own[layer] < 1 - 1e-9
+        start = before.get(layer, 0.0) + (left.get(layer, 0.0) if is_cut else 0.0)
+        total = (of_all if is_cut else own)[layer]
+        if total > 1:
+            start *= (1 - share) / (total - share)
         held[layer] = (start, min(1.0, start + share)) if share < 1.0 else (0.0, 1.0)
     return held
 

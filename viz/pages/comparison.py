@@ -72,6 +72,8 @@ def _spec(folder: Path) -> Spec | None:
 def _say(setting: str, value: Any, text: Catalogue) -> str:
     if value is None:
         return NOTHING
+    if isinstance(value, bool):
+        return text("comparison.yes" if value else "comparison.no")
     if isinstance(value, tuple):
         value = ",".join(map(str, value))
     return escape(text.name(setting, str(value)))

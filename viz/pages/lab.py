@@ -24,7 +24,7 @@ from viz.pages.picture import measured_timeline, show_picture
 from viz.pages.prediction import Shown, predict_asked
 from viz.pages.settings import escape, show_language, show_settings
 from viz.pages.state import Asked, act, filled, read_url, write_url
-from viz.pages.verdict import notices, show_failure, show_verdict
+from viz.pages.verdict import notices, resumed, show_failure, show_verdict
 
 BUTTON = 190  # pixels
 
@@ -93,7 +93,10 @@ def _show_head(asked: Asked, shown: Shown, run: Opened | None, runs_dir: Path, t
             _show_buttons(asked, shown, run, runs_dir, text)
     if shown.error is not None:
         st.warning(text("lab.last_good"), icon=":material/history:")
-    order = shown.prediction.job.spec.schedule_file
+    spec = shown.prediction.job.spec
+    if run is None and shown.error is None and ":" in (spec.resume or ""):
+        st.caption(f":material/info: {resumed(spec, text)}")
+    order = spec.schedule_file
     if order is not None and (stuck := given.blocked(order)):
         st.caption(f":material/info: {text('lab.blocked_on_gpus')}")
         st.code(stuck.partition("\n")[2], language=None)

@@ -203,6 +203,10 @@ def notices(spec: Spec, text: Catalogue, elsewhere: bool = False) -> list[str]:
         words = "notice.oversubscribed_threads" if spec.mode in ONE_PROCESS_MODES else "notice.oversubscribed"
         found.append(text(words, devices=spec.devices, cores=os.cpu_count() or 1))
     if spec.resume is not None:
-        run_id, step = checkpoints.parse(spec.resume)
-        found.append(text("notice.resumed", run=run_id, step=step))
+        found.append(resumed(spec, text))
     return found
+
+
+def resumed(spec: Spec, text: Catalogue) -> str:
+    run_id, step = checkpoints.parse(spec.resume)
+    return text("notice.resumed", run=run_id, step=step)

@@ -236,8 +236,10 @@ class Player {
       if (z * width(used, SMALL) < px(x1) - px(memory[0]) - 6) marks("text", { x: px(memory[0]), y: py(memory[1]), class: "ls-small" }, used);
       cells.forEach(([c0, c1, d0, d1], i) => {
         if (!this.named) return;
-        const [k0, k1] = kept[i], inside = fits([k0, k1, d0, d1], layers[i]); // the name stands in what is held, if it can
-        marks("text", { x: inside ? (px(k0) + px(k1)) / 2 : (px(c0) + px(c1)) / 2, y: (py(d0) + py(d1)) / 2, class: inside ? "ls-layer ls-held" : "ls-layer" }, layers[i]);
+        // The name stands in what is held, else beside it, else across both.
+        const [k0, k1] = kept[i], beside = k0 - c0 > c1 - k1 ? [c0, k0] : [k1, c1];
+        const [at, look] = fits([k0, k1, d0, d1], layers[i]) ? [[k0, k1], "ls-held"] : k1 > k0 && fits([...beside, d0, d1], layers[i]) ? [beside, "ls-part"] : [[c0, c1], k1 > k0 ? "ls-part" : ""];
+        marks("text", { x: (px(at[0]) + px(at[1])) / 2, y: (py(d0) + py(d1)) / 2, class: `ls-layer ${look}` }, layers[i]);
       });
     }
     spans.t0.forEach((t0, i) => {
