@@ -198,6 +198,7 @@ def test_a_run_that_has_saved_is_gone_on_with_from_its_last_checkpoint(lab: Lab,
     app = lab(f"run={folder.name}")
     app.button(key="resume").click().run()
     assert query(app) == {"devices": "4", "save-every": "3", "resume": f"{folder.name}:6"}
+    assert f"Goes on after step 6 of the run {folder.name}" in words(app)
     assert app.number_input(key="set-steps").value == 26  # counted from the beginning
     resumed = record(Spec(devices=2, resume=f"{folder.name}:6"))
     assert f"Goes on after step 6 of the run {folder.name}" in words(lab(f"run={resumed.name}"))
