@@ -10,28 +10,34 @@ PIP := $(PYTHON) -m pip install --disable-pip-version-check --progress-bar off
 # The interpreters to try for .venv; `make run BASE_PYTHON=/some/python3` tries that one alone.
 BASE_PYTHON ?= python3 python3.13 python3.12 python3.11 python3.14 python
 PORT ?= 8501
-# `make test ARGS="-m 'not slow'"` passes more to pytest.
+# `make test ARGS="tests/viz -x"` passes more to pytest.
 ARGS ?=
+# Compiled tests are kept, whatever the environment says: to compile them takes seconds.
+unexport PYTHONDONTWRITEBYTECODE
+# Side by side on all cores; browser tests of a file stay together, since they share what takes long to start.
+PYTEST := $(PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help run test table check format browser clean distclean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 run: $(INSTALLED) ## start the app on http://127.0.0.1:8501 (another port: make run PORT=8600)
 	@echo "Lockstep: http://127.0.0.1:$(PORT) (Ctrl-C ends it)"
 	@$(PYTHON) -m streamlit run app.py --server.port $(PORT)
 
-# What the README's table claims of the modes is what a whole session records.
-test: check browser ## check, then run every test (some: make test ARGS="-m 'not slow'")
-	$(PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadgroup $(ARGS)
+test: check browser ## check, then test everything but slow variants (some: make test ARGS=tests/viz)
+	$(PYTEST) -m "not slow" $(ARGS)
 
-	@[ -n "$(ARGS)" ] || $(PYTHON) -m tests.table --check
+# Both together are all tests, and what they record of the modes is what the README's table claims.
+test-slow: $(INSTALLED_DEV) ## the variants that are left out there, and then the README's table of the modes
+	$(PYTEST) -m slow
+	$(PYTHON) -m tests.table --check
 
 table: $(INSTALLED_DEV) ## run what proves the modes, and write the README's table of them
-	$(PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadgroup -m "real or proof" tests/engine
+	$(PYTEST) -m "real or proof" tests/engine
 	$(PYTHON) -m tests.table
 
 check: $(INSTALLED_DEV) ## lint, and see that everything is formatted

@@ -33,9 +33,27 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield
 
 
+SLOW = [line for line in Path(__file__).with_name("slow.txt").read_text().splitlines() if line and line[0] != "#"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what slow.txt lists. A line that names no test any more is an error, wherever its file was collected."""
+    by_file: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    whole = all("::" not in argument for argument in config.args)  # files, and not single tests of them
+    for start in SLOW:
+        there = by_file.get(start.partition("::")[0], [])
+        named = [item for item in there if item.nodeid.startswith(start)]
+        if there and whole and not named:
+            raise pytest.UsageError(f"tests/slow.txt: no test begins with {start}")
+        for item in named:
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """What an earlier session recorded of the modes says nothing about this code."""
-    if not hasattr(session.config, "workerinput"):  # one of several that run side by side
+    """What an earlier session recorded of the modes says nothing about this code; the slow tests add to the others'."""
+    if not hasattr(session.config, "workerinput") and session.config.option.markexpr != "slow":  # or one side by side
         table.RECORDS.unlink(missing_ok=True)
 
 

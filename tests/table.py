@@ -62,6 +62,10 @@ def _counts(records: list[dict[str, Any]]) -> str:
 
 
 def _of(runs: list[dict[str, Any]], name: str) -> str:
+    """`7 of 7 runs`; a mode that differs by design may equal a simulation of that design."""
+    design = sum(r[name] == "by design" for r in runs)
+    if design:
+        return f"no, by design; {design} of {len(runs)} runs equal to its simulation"
     return f"{sum(r[name] is True for r in runs)} of {len(runs)} runs" if runs else "-"
 
 

@@ -12,7 +12,7 @@ import pytest
 from engine import archive
 from tests.app.conftest import Tab
 
-pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.xdist_group("app")]  # one server for all
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("app")]  # one server for all
 
 NewTab = Callable[[], Tab]
 

@@ -161,7 +161,6 @@ def test_many_runs_leave_nothing_hanging(launcher, runs_dir):
         assert start(spec, runs_dir=runs_dir, launcher=launcher).result(timeout=60)["status"] == "finished"
 
 
-@pytest.mark.slow
 def test_the_same_worker_runs_under_torchrun(runs_dir):
     """Any program that sets RANK, WORLD_SIZE and MASTER_ADDR can start it: the way to more than one machine."""
     run_dir = archive.new_run(runs_dir, prepare_real(Spec(mode="ddp", devices=2, model="mlp", **SHORT)))

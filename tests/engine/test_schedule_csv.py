@@ -66,7 +66,6 @@ def test_forwards_alone_are_a_schedule():
     assert parse_order("0F0,0F1") == [[Action("forward", 0, 0), Action("forward", 0, 1)]]
 
 
-@pytest.mark.slow
 def test_torch_reads_cells_as_they_are_meant():
     torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     for name, order, pipelines in orders():

@@ -82,7 +82,6 @@ def from_torch(rows) -> list[list[Action]]:
     return csv_form.parse_order("\n".join(",".join(str(a) for a in row if a is not None) for row in rows))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"])
 def test_an_order_with_its_messages_is_the_one_that_torch_runs(torch_schedules, name):
     """`pipeline_order`; and `pipeline_order_with_comms`, which its runtime goes through action by action."""
@@ -95,7 +94,6 @@ def test_an_order_with_its_messages_is_the_one_that_torch_runs(torch_schedules, 
         assert messages.add_early(computing, schedules.pipelines(name, *size[:2])) == lowered, size
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_a_rank_with_one_stage_computes_what_torch_makes_it_compute(torch_schedules, name):
     """torch has no list to read there: its own loop is run, on a stage that takes note."""
@@ -107,7 +105,6 @@ def test_a_rank_with_one_stage_computes_what_torch_makes_it_compute(torch_schedu
             assert of_torch._stage.done == order(name, ranks, stages, microbatches)[rank]
 
 
-@pytest.mark.slow
 def test_the_list_that_torch_draws_for_1f1b_is_wrong_on_its_last_rank(torch_schedules):
     """Of torch 2.13's `_get_pipeline_order`, which its visualizer uses: F1, F2, ... and never F0."""
     listed = build(torch_schedules, "1f1b", 4, 1, 8)._get_pipeline_order().values()
@@ -118,7 +115,6 @@ def test_the_list_that_torch_draws_for_1f1b_is_wrong_on_its_last_rank(torch_sche
         assert listed[3][:4] == ["3F1", "3B0", "3F2", "3B1"] and "3F0" not in listed[3]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TORCH_CLASSES)
 def test_rules_allow_what_torch_allows(torch_schedules, name):
     single = schedules.TABLE[name].stages_per_rank == 1
@@ -131,7 +127,6 @@ def test_rules_allow_what_torch_allows(torch_schedules, name):
             assert schedules.check(name, *size) is None, size
 
 
-@pytest.mark.slow
 def test_stages_are_placed_where_torch_places_them(torch_schedules):
     utils = pytest.importorskip("torch.distributed.pipelining._utils")
     for name, shape in schedules.TABLE.items():

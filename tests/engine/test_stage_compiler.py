@@ -27,7 +27,6 @@ def test_a_pipeline_of_traced_stages_does_what_was_planned(schedule, model, laun
 
 
 @pytest.mark.real
-@pytest.mark.slow
 @pytest.mark.skipif(lacks_compiler() is not None, reason=f"torch.compile needs {lacks_compiler()}")
 def test_a_pipeline_of_stages_under_torch_compile_does_what_was_planned(launcher, runs_dir):
     spec = Spec(compile_stage="torch_compile", model="mlp", layers=3, hidden=16, **SHORT)
