@@ -59,6 +59,7 @@ def format_plan(plan: Plan) -> str:
         words += ["stages", _ranges(program.stages)] if program.stages else []
         words += ["memory", *(f"{_name(k)}={v}" for k, v in program.memory.items())] if program.memory else []
         words += ["shares", *map(repr, program.shares)] if program.shares else []
+        words += ["updates", *map(repr, program.updates)] if program.updates else []
         lines.append(" ".join(words))
         lines += map(format_op, program.ops)
     return "\n".join(lines) + "\n"
@@ -151,12 +152,13 @@ def _parse_mesh(words: list[str]) -> Mesh:
 
 
 def _parse_role(words: list[str], number: int) -> tuple:
-    """(ranks, holds, memory, shares, stages) of `0: ranks 0-3 holds 0,1 stages 0,7 memory a=400 shares 0.5 1`"""
+    """(ranks, holds, memory, shares, stages, updates) of `0: ranks 0-3 holds 0,1 stages 0,7 memory a=400 shares 0.5 1
+    updates 0.0 1.0`"""
     if words[:1] != [f"{number}:"]:
         raise _Wrong(f"roles are numbered in order, this one is `role {number}:`")
-    ranks, holds, stages, memory, shares, place = [], (), (), {}, (), ""
+    ranks, holds, stages, memory, shares, updates, place = [], (), (), {}, (), (), ""
     for word in words[1:]:
-        if word in ("ranks", "holds", "stages", "memory", "shares"):
+        if word in ("ranks", "holds", "stages", "memory", "shares", "updates"):
             place = word
         elif place == "ranks":
             ranks += _parse_ranges(word)
@@ -169,15 +171,19 @@ def _parse_role(words: list[str], number: int) -> tuple:
             memory[_unquoted(name)] = _whole(size)
         elif place == "shares":
             shares += (_share(word),)
+        elif place == "updates":
+            updates += (0.0 if word == "0.0" else _share(word),)
         else:
-            raise _Wrong(f"{word} stands before any of `ranks`, `holds`, `stages`, `memory` and `shares`")
+            raise _Wrong(f"{word} stands before any of `ranks`, `holds`, `stages`, `memory`, `shares` and `updates`")
     if stages and len(stages) != len(holds):
         raise _Wrong(
             f"`stages` has one stage for each of the {len(holds)} layers that the role holds, not {len(stages)}"
         )
     if shares and len(shares) != len(holds):
         raise _Wrong(f"{len(holds)} layers are held, and {len(shares)} shares given")
-    return ranks, holds, memory, shares, stages
+    if updates and len(updates) != len(holds):
+        raise _Wrong(f"{len(holds)} layers are held, and {len(updates)} updates given")
+    return ranks, holds, memory, shares, stages, updates
 
 
 def _share(word: str) -> float:

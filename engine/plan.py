@@ -107,6 +107,7 @@ class Program:
     memory: dict[str, int] = field(default_factory=dict)  # bytes by category that stay for the whole step
     shares: tuple[float, ...] = ()  # of each layer in `holds`, the part that it holds; empty: each of them whole
     stages: tuple[int, ...] = ()  # where a role has several: the stage of each layer that it holds
+    updates: tuple[float, ...] = ()  # of each layer in `holds`, the part that it updates; empty: all that it holds
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,9 @@ def test_the_lab_leads_to_the_recorded_run_of_a_mode_and_shows_it(
     said = words(app)
     assert ":green-badge[:material/check: equal]" in said and ":green-badge[:material/check: as planned]" in said
     assert app.segmented_control(key="view").value == "measured"
+    # No word on how well this machine's prediction fits another machine's times.
+    assert "Time by kind of op" not in said
+    assert "Recorded on another machine" in said and "badge[prediction" not in said and "oversubscribed" not in said
     assert "recorded" not in [button.key for button in app.button]
 
 

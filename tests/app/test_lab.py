@@ -44,6 +44,12 @@ def test_the_first_page_shows_the_prediction_of_the_default_settings(lab: Lab):
         ("mode=pipeline", {"devices", "split", "microbatches", "schedule"}, {"bucket-mb", "stages-per-rank"}),
         ("mode=pipeline&schedule=looped_bfs", {"stages-per-rank"}, {"bucket-mb"}),
         ("mode=tensor", {"devices"}, {"bucket-mb", "microbatches", "schedule", "split"}),
+        ("mode=ddp&compress=fp16", {"compress"}, {"compress-rank", "sync-every-microstep"}),
+        ("mode=ddp&compress=powersgd", {"compress", "compress-rank"}, set()),
+        ("mode=ddp&accumulate=2", {"accumulate", "sync-every-microstep"}, {"compress-rank"}),
+        ("mode=hybrid&devices=4", {"dp", "fsdp", "tp", "pp", "cp"}, {"microbatches", "schedule", "attention", "ep"}),
+        ("mode=hybrid&devices=4&pp=2&fsdp=2", {"microbatches", "schedule", "split"}, {"attention", "balance"}),
+        ("mode=hybrid&devices=4&model=gpt&cp=2&fsdp=2", {"attention", "balance"}, {"microbatches", "schedule"}),
         ("model=mlp", {"layers", "hidden"}, {"heads", "context"}),
         ("model=gpt", {"layers", "hidden", "heads", "context"}, {"experts", "top-k"}),
         ("mode=expert&model=moe", {"devices", "bucket-mb", "experts", "top-k", "context"}, {"ep", "split"}),
@@ -133,6 +139,22 @@ def test_what_another_mode_does_not_know_comes_back_with_the_mode_that_does(lab:
     assert query(app) == {"mode": "single", "devices": "1"}
     app.radio(key="set-mode").set_value("pipeline").run()
     assert query(app) == {"mode": "pipeline", "devices": "4", "schedule": "gpipe"}
+
+
+def test_a_mode_that_does_not_take_the_model_brings_one_that_it_takes(lab: Lab):
+    app = lab("model=mlp&hidden=64")
+    for mode, model in {"context": "gpt", "expert": "moe", "sequence": "gpt", "ddp": "mlp"}.items():
+        app.radio(key="set-mode").set_value(mode).run()
+        assert not app.error
+        assert (app.selectbox(key="set-model").value, query(app).get("mode", "ddp")) == (model, mode)
+    assert query(app) == {"model": "mlp", "hidden": "64"}
+    # A model that is chosen there is meant.
+    app.radio(key="set-mode").set_value("context").run()
+    app.selectbox(key="set-model").set_value("moe").run()
+    assert len(app.error) == 1
+    app.radio(key="set-mode").set_value("ddp").run()
+    assert not app.error
+    assert query(app)["model"] == "moe"
 
 
 def test_the_payload_of_the_picture_is_plain_json(lab: Lab):

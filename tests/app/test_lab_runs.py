@@ -38,6 +38,21 @@ def test_a_click_starts_one_run_and_the_link_names_it(lab: Lab, started: list[Pa
     assert not app.exception
 
 
+def test_a_run_from_before_most_settings_and_results_opens_with_its_picture(lab: Lab, record: Callable[..., Path]):
+    folder = record(Spec())
+    settings, result = ((archive.read_json(folder / f"{name}.json") or {}) for name in ("spec", "result"))
+    first = ("mode", "devices", "model", "global_batch", "steps", "optimizer", "seed", "machine", "device", "record")
+    archive.write_json(folder / "spec.json", {name: settings[name] for name in first if name in settings})
+    first = {"run_id", "status", "mode", "devices", "step_time", "predicted_step_time", "samples_per_second", "losses",
+             "validation_accuracy", "parity", "conformance", "error", "spec"}  # fmt: skip
+    archive.write_json(folder / "result.json", {name: result[name] for name in first})
+    app = lab(f"run={folder.name}")
+    assert not app.exception and not app.error
+    assert "had other settings" not in words(app)
+    assert app.segmented_control(key="view").value == "measured"
+    assert "badge[prediction" in words(app)  # it ran here
+
+
 def test_a_second_quick_click_starts_nothing(lab: Lab, started: list[Path]):
     app = lab()
     button = app.button(key="run")
@@ -183,6 +198,7 @@ def test_a_run_that_has_saved_is_gone_on_with_from_its_last_checkpoint(lab: Lab,
     app = lab(f"run={folder.name}")
     app.button(key="resume").click().run()
     assert query(app) == {"devices": "4", "save-every": "3", "resume": f"{folder.name}:6"}
+    assert f"Goes on after step 6 of the run {folder.name}" in words(app)
     assert app.number_input(key="set-steps").value == 26  # counted from the beginning
     resumed = record(Spec(devices=2, resume=f"{folder.name}:6"))
     assert f"Goes on after step 6 of the run {folder.name}" in words(lab(f"run={resumed.name}"))

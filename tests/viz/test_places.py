@@ -45,6 +45,44 @@ def test_a_pipeline_that_goes_round_stands_on_a_ring_and_a_v_in_a_row():
     assert len({box.y0 for box in places(plan, ["a"]).boxes}) == 1
 
 
+@pytest.mark.parametrize(
+    "mode, settings",
+    [
+        ("tensor", {"devices": 4}),
+        ("sequence", {"devices": 4}),
+        ("hybrid", {"devices": 8, "pp": 2, "fsdp": 2, "tp": 2}),
+        ("hybrid", {"devices": 8, "fsdp": 4, "tp": 2}),
+        ("fsdp", {"devices": 4}),
+    ],
+)
+def test_what_a_device_holds_of_a_layer_is_as_wide_as_its_share_and_within_the_layer(mode, settings):
+    plan, layers, _ = predicted(mode, **settings, model="gpt")
+    for box in places(plan, [layer.name for layer in layers]).boxes:
+        program = plan.program(box.rank)
+        for layer, share in zip(program.holds, program.shares or (1.0,) * len(program.holds), strict=True):
+            cell = box.cells[layer]
+            assert cell.x0 - 1e-6 <= cell.kept[0] <= cell.kept[1] <= cell.x1 + 1e-6
+            assert cell.kept[1] - cell.kept[0] == pytest.approx(share * (cell.x1 - cell.x0))
+
+
+def test_an_owner_lights_only_what_it_updates():
+    plan, layers, timeline = predicted("zero1", 2)
+    payload = moving_picture(picture_info(plan, layers, timeline), EN)
+    (owner, other), names = payload["boxes"], [layer.name for layer in layers]
+    widths = [[x1 - x0 for x0, x1 in box["updated"]] for box in (owner, other)]
+    # The largest parameter, the weight of fc1, is nearly the whole model: its owner gets nothing else.
+    assert [name for name, width in zip(names, widths[0], strict=True) if width] == ["fc1"]
+    assert widths[1][names.index("fc1")] < 2 < 50 < widths[1][names.index("conv2")]
+    # Together they update every layer once, and nothing twice.
+    assert [sum(pair) for pair in zip(*widths, strict=True)] == pytest.approx(
+        [x1 - x0 for x0, x1, *_ in owner["cells"]], abs=0.3
+    )
+    # In DDP everybody updates everything.
+    plan, layers, timeline = predicted("ddp", 2)
+    box = moving_picture(picture_info(plan, layers, timeline), EN)["boxes"][1]
+    assert box["updated"] == box["kept"] == [cell[:2] for cell in box["cells"]]
+
+
 def test_a_device_with_several_stages_shows_which_layers_are_whose():
     plan, layers, _ = predicted("pipeline", 4, schedule="zbv", **SEVERAL)
     info = picture_info(plan, layers, *(predicted("pipeline", 4, schedule="zbv", **SEVERAL)[2:]))

@@ -72,6 +72,7 @@ def plot_compare(info: CompareInfo, text: Text) -> go.Figure:
             "type": "scatter", "mode": "markers", "name": name,
             "x": [None if value is None else _round(value / size) for value in values], "y": names,
             "marker": {"size": 15, "symbol": symbol, "color": colours, "line": {"width": 3, "color": colours}},
+            "cliponaxis": False,
             "hovertext": [_hover(pair, text) for pair in info.pairs], "hoverinfo": "text",
         })  # fmt: skip
     layout = theme.layout(
@@ -79,7 +80,15 @@ def plot_compare(info: CompareInfo, text: Text) -> go.Figure:
         showlegend=True,
         legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
         xaxis={"rangemode": "tozero", "ticksuffix": f" {unit}", "nticks": 7, "showline": True, "linecolor": theme.LINE},
-        yaxis={"autorange": "reversed", "automargin": True, "type": "category"},
+        # Unseen ticks keep the names clear of a mark at 0.
+        yaxis={
+            "autorange": "reversed",
+            "automargin": True,
+            "type": "category",
+            "ticks": "outside",
+            "ticklen": 8,
+            "tickcolor": "rgba(0,0,0,0)",
+        },
     )
     return go.Figure({"data": data, "layout": layout})
 

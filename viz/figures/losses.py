@@ -80,11 +80,13 @@ def plot_losses(curves: LossesInfo | Mapping[str, LossesInfo], text: Text) -> go
         if info.validation
     ]
     axis = {"showline": True, "linecolor": theme.LINE, "ticks": "outside", "tickcolor": theme.LINE, "automargin": True}
+    last = max((max(info.steps, default=0) for info in named.values()), default=0)
+    ticks = {"dtick": 1} if last <= 8 else {"nticks": 8}  # there are no half steps
     layout = theme.layout(
         height=280,
         showlegend=len(drawn) > 1,
         legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        xaxis=axis | {"title": {"text": text("figure.losses.axis_step")}, "rangemode": "tozero", "nticks": 8},
+        xaxis=axis | {"title": {"text": text("figure.losses.axis_step")}, "rangemode": "tozero"} | ticks,
         yaxis=axis | {"title": {"text": text("figure.losses.axis_loss")}, "nticks": 6},
     )
     if not any(info.steps for info in named.values()):

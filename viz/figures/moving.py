@@ -97,6 +97,7 @@ def _box(box: Box, text: words.Text, staged: bool) -> dict[str, Any]:
         "memory": [round(x1 + 8, 1), round(y, 1), words.show_bytes(box.memory)],
         "cells": [[round(v, 1) for v in cell[3:7]] for cell in box.cells],
         "kept": [[round(v, 1) for v in cell.kept] for cell in box.cells],
+        "updated": [[round(v, 1) for v in cell.updated] for cell in box.cells],
         "held": [1 + cell.stage for cell in box.cells],
         # What computes glows: a layer, gathered from others where it must be; of experts, those that are here.
         "glow": [[round(v, 1) for v in (cell.kept if cell.experts[2] else (cell.x0, cell.x1))] for cell in box.cells],

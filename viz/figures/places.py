@@ -42,6 +42,7 @@ class Cell(NamedTuple):
     y0: float
     y1: float
     kept: tuple[float, float]  # from x to x: the part of the cell that stands for what the device holds of it
+    updated: tuple[float, float]  # likewise: what its optimizer updates
     experts: tuple[int, int, int] = (0, 0, 0)  # those held, from the first up to the second, of how many
 
     @property
@@ -106,7 +107,7 @@ def places(
         inner = (x - wide / 2 + PAD, x + wide / 2 - PAD, y + FOOT, y + FOOT + zone)
         stage_of = dict.fromkeys(program.holds, stages[0] if stages else 0)
         stage_of |= zip(program.holds, program.stages, strict=False)
-        cells = _cells(layers, stage_of, _held(plan, rank), inner, stacked)
+        cells = _cells(layers, stage_of, _held(plan, rank), _updated(plan, rank), inner, stacked)
         if stacked and plan.mesh.degree("ep") > 1:
             cells = _with_experts(cells, experts, plan.mesh.degree("ep"), plan.mesh.coordinate(rank, "ep"))
         boxes.append(Box(rank, tuple(stages), held, x - wide / 2, x + wide / 2, y, y + high, cells, loads))
@@ -218,6 +219,7 @@ def _held(plan: Plan, rank: int) -> dict[int, tuple[float, float]]:
     """Of each layer that a rank holds some of, the part of it, from 0 to 1: shards lie side by side in their group.
 
     A layer is cut for tensor ranks first, and what each of these has of it is sharded further; some it leaves whole.
+    Where a part of the layer is on every rank, such as a GPT's positions, shards overlap by as much.
     """
     program, mesh = plan.program(rank), plan.mesh
     if not program.shares:
@@ -236,23 +238,41 @@ def _held(plan: Plan, rank: int) -> dict[int, tuple[float, float]]:
     shards, cut = members(rank, "fsdp"), members(rank, "tp")
     before, own = shares(shards[: shards.index(rank)]), shares(shards)
     left = shares(member for other in cut[: cut.index(rank)] for member in members(other, "fsdp"))
+    of_all = shares(member for other in cut for member in members(other, "fsdp"))
     held = {}
     for layer, share in zip(program.holds, program.shares, strict=True):
-        start = before.get(layer, 0.0) + (left.get(layer, 0.0) if own[layer] < 1 - 1e-9 else 0.0)
+        is_cut = own[layer] < 1 - 1e-9
+        start = before.get(layer, 0.0) + (left.get(layer, 0.0) if is_cut else 0.0)
+        total = (of_all if is_cut else own)[layer]
+        if total > 1:
+            start *= (1 - share) / (total - share)
         held[layer] = (start, min(1.0, start + share)) if share < 1.0 else (0.0, 1.0)
     return held
+
+
+def _updated(plan: Plan, rank: int) -> dict[int, tuple[float, float]]:
+    """Of each layer that a rank holds but does not update all of, the part that it does: owners stand side by side."""
+    program, found = plan.program(rank), {}
+    if program.updates:
+        earlier = [plan.program(other).updates for other in plan.mesh.group(rank, "dp") if other < rank]
+        for i, (layer, part) in enumerate(zip(program.holds, program.updates, strict=True)):
+            start = sum(updates[i] for updates in earlier)
+            found[layer] = (min(1.0, start), min(1.0, start + part))
+    return found
 
 
 def _cells(
     layers: Sequence[str],
     stage_of: dict[int, int],
     held: dict[int, tuple[float, float]],
+    updated: dict[int, tuple[float, float]],
     inner: tuple,
     stacked: bool,
 ) -> tuple[Cell, ...]:
     """The model from first to last layer: top to bottom when stacked, else left to right.
 
-    `stage_of` and `held`: of each layer that the device holds, its stage and which part of it.
+    `stage_of`, `held`, `updated`: of each layer that the device holds, its stage, which part of it, and which part it
+    updates where that is another.
     """
     x0, x1, y0, y1 = inner
     count, cells = min(len(layers), MAX_CELLS), []
@@ -268,8 +288,9 @@ def _cells(
             step = (x1 - x0) / count
             spot = (x0 + i * step, x0 + (i + 1) * step - min(3, step / 4), y0 + 4, y1)
         left, right = spot[:2]
-        kept = [left + (right - left) * part for part in (parts[0] if parts else (0.0, 0.0))]
-        cells.append(Cell((first, end), name, stage, *spot, (kept[0], kept[1])))
+        spans = parts[0] if parts else (0.0, 0.0), updated.get(first) or (parts[0] if parts else (0.0, 0.0))
+        kept, new = ((left + (right - left) * a, left + (right - left) * b) for a, b in spans)
+        cells.append(Cell((first, end), name, stage, *spot, kept, new))
     return tuple(cells)
 
 
@@ -284,12 +305,14 @@ def _with_experts(cells: Sequence[Cell], experts: Sequence[int], ranks: int, pla
         middle = (cell.x0 + cell.x1) / 2
         step, each = (cell.x1 - middle - 2) / count, count // ranks * cell.held
         right = (middle + 2 + place * each * step, middle + 2 + (place + 1) * each * step)
+        left = (cell.x0, middle - 2) if cell.held else cell.kept
         found += [
-            cell._replace(x1=middle - 2, kept=(cell.x0, middle - 2) if cell.held else cell.kept),
+            cell._replace(x1=middle - 2, kept=left, updated=left),
             cell._replace(
                 name=f"{cell.name}.experts",
                 x0=middle + 2,
                 kept=right,
+                updated=right,
                 experts=(place * each, (place + 1) * each, count),
             ),
         ]

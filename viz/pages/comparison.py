@@ -15,6 +15,7 @@ from viz.locales import Catalogue
 from viz.pages.charts import CONFIG
 from viz.pages.numbers import NOTHING, duration, percent
 from viz.pages.settings import escape
+from viz.pages.state import filled
 
 MOST = 4  # runs side by side
 
@@ -63,7 +64,7 @@ def _differences(folders: list[Path], text: Catalogue) -> list[tuple[str, list[s
 
 def _spec(folder: Path) -> Spec | None:
     try:
-        return archive.read_spec(folder)
+        return filled(archive.read_spec(folder))
     except SpecError:  # a broken folder: nothing is known of its settings
         return None
 
@@ -71,6 +72,8 @@ def _spec(folder: Path) -> Spec | None:
 def _say(setting: str, value: Any, text: Catalogue) -> str:
     if value is None:
         return NOTHING
+    if isinstance(value, bool):
+        return text("comparison.yes" if value else "comparison.no")
     if isinstance(value, tuple):
         value = ",".join(map(str, value))
     return escape(text.name(setting, str(value)))

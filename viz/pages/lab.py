@@ -23,8 +23,8 @@ from viz.pages.numbers import show_numbers
 from viz.pages.picture import measured_timeline, show_picture
 from viz.pages.prediction import Shown, predict_asked
 from viz.pages.settings import escape, show_language, show_settings
-from viz.pages.state import Asked, act, read_url, write_url
-from viz.pages.verdict import notices, show_failure, show_verdict
+from viz.pages.state import Asked, act, filled, read_url, write_url
+from viz.pages.verdict import notices, resumed, show_failure, show_verdict
 
 BUTTON = 190  # pixels
 
@@ -38,6 +38,11 @@ class Opened(NamedTuple):
     @property
     def run_dir(self) -> Path:
         return self.handle.run_dir
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it came with Lockstep, from another machine."""
+        return self.run_dir.parent.name == archive.GALLERY
 
 
 def show(runs_dir: Path) -> None:
@@ -69,7 +74,7 @@ def _open(asked: Asked, runs_dir: Path) -> tuple[Opened | None, SpecError | None
         handle = open_run(asked, runs_dir)
         if handle is None:
             return None, None
-        spec = archive.read_spec(handle.run_dir)
+        spec = filled(archive.read_spec(handle.run_dir))
     except SpecError as wrong:
         return None, wrong
     if asked.bare:
@@ -88,7 +93,10 @@ def _show_head(asked: Asked, shown: Shown, run: Opened | None, runs_dir: Path, t
             _show_buttons(asked, shown, run, runs_dir, text)
     if shown.error is not None:
         st.warning(text("lab.last_good"), icon=":material/history:")
-    order = shown.prediction.job.spec.schedule_file
+    spec = shown.prediction.job.spec
+    if run is None and shown.error is None and ":" in (spec.resume or ""):
+        st.caption(f":material/info: {resumed(spec, text)}")
+    order = spec.schedule_file
     if order is not None and (stuck := given.blocked(order)):
         st.caption(f":material/info: {text('lab.blocked_on_gpus')}")
         st.code(stuck.partition("\n")[2], language=None)
@@ -204,7 +212,7 @@ def _show_run(asked: Asked, shown: Shown, run: Opened, text: Catalogue) -> None:
                 help=text("lab.resume.help", step=saved[-1]),
                 on_click=act(_resume, run.spec, f"{run.handle.run_id}:{saved[-1]}"),
             )
-    told = [f":material/info: {notice}" for notice in notices(run.spec, text)]
+    told = [f":material/info: {notice}" for notice in notices(run.spec, text, run.elsewhere)]
     if told:
         st.caption("  \n".join(told))
     # "auto" became a device when the run was started.
@@ -224,15 +232,16 @@ def _show_run(asked: Asked, shown: Shown, run: Opened, text: Catalogue) -> None:
         st.info(text("lab.stopped"), icon=":material/stop_circle:")
     result = archive.read_result(run.run_dir)
     if result is not None:
-        show_verdict(result, text)
+        show_verdict(result, text, run.elsewhere)
     measured = measured_timeline(run.run_dir) if same else None
     if same and measured is None:
         st.caption(text("picture.unrecorded"))
     show_picture(shown, measured, text, run.handle.run_id if same else _name(shown))
     if result is not None:
-        show_charts(result, shown, measured, text)
+        # This machine's prediction is no measure of another's seconds.
+        show_charts(result, shown, None if run.elsewhere else measured, text)
     # A run of earlier days has no memory in its result.
-    held = (result or {}).get("memory", {}).get("measured") if same else None
+    held = ((result or {}).get("memory") or {}).get("measured") if same else None
     show_memory(shown, held, text)
 
 

@@ -10,28 +10,29 @@ from engine import modes
 from engine.cost.machine import MACHINES
 from engine.job import Job
 from engine.rules import SpecError
-from engine.settings import MODEL_DATASETS
+from engine.settings import CONTEXT_SETTINGS, MODEL_DATASETS, PIPELINE_SETTINGS
 from engine.spec import MODELS, MODES, parse_text, type_of
 from viz import locales
 from viz.locales import LANGUAGES, Catalogue
 from viz.locales.engine import explain, help_of, lesson
 from viz.pages.state import FIELDS, Asked, act, param, write
 
-# In the order in which they are shown; a row has one or two controls.
+# In the order in which they are shown; a row has one or two controls, and one where a value or a toggle's name is long.
 ROWS = (
     ("devices", "global_batch"),
-    ("microbatches", "schedule"),
-    ("schedule_file",),
     ("dp", "fsdp"),
     ("tp", "cp"),
     ("pp", "ep"),
-    ("accumulate", "sync_every_microstep"),
-    ("sync_every",),
+    ("microbatches", "stages_per_rank"),
+    ("schedule",),
+    ("schedule_file",),
+    ("split",),
+    ("receives",),
+    ("accumulate", "sync_every"),
+    ("sync_every_microstep",),
     ("attention", "balance"),
     ("bucket_mb",),
     ("compress", "compress_rank"),
-    ("stages_per_rank", "split"),
-    ("receives",),
     ("model", "dataset"),
     ("layers", "hidden"),
     ("heads", "context"),
@@ -40,16 +41,18 @@ ROWS = (
     ("machine",),
 )
 MORE = (
-    ("optimizer", "device"),
-    ("precision", "recompute"),
-    ("clip",),
-    ("epochs", "seed"),
-    ("parity_steps", "record"),
+    ("optimizer", "clip"),
+    ("precision",),
+    ("recompute",),
     ("compile_stage",),
-    ("measure_memory", "data_dir"),
+    ("epochs", "seed"),
     ("evaluate_every", "save_every"),
     ("resume",),
-    ("timeout", "fault"),
+    ("parity_steps", "timeout"),
+    ("record",),
+    ("measure_memory",),
+    ("device", "fault"),
+    ("data_dir",),
 )
 LARGEST = 2**53 - 1  # the largest whole number that a browser keeps exact
 MAX_FIXES = 4
@@ -73,7 +76,12 @@ def show_language(asked: Asked) -> None:
 
 def show_settings(asked: Asked, job: Job, error: SpecError | None, text: Catalogue) -> None:
     """`job` is what is drawn, and gives what is not set its default; `error` is why it is not what was asked for."""
-    shown = {"mode"} | {name for name in _names(ROWS + MORE) if asked.applies(name)}
+    wrong_here = error.setting if error is not None else None
+    shown = {"mode"} | {
+        name
+        for name in _names(ROWS + MORE)
+        if asked.applies(name) and (name == wrong_here or asked.value(name) is not None or not _idle(name, asked, job))
+    }
     if asked.mode == "single":
         shown.discard("devices")
     if error is not None and error.setting not in shown:
@@ -85,6 +93,19 @@ def show_settings(asked: Asked, job: Job, error: SpecError | None, text: Catalog
     wrong = error is not None and error.setting in more
     with st.expander(text("settings.more"), expanded=wrong, key=f"more-{wrong}"):
         _show_rows(MORE, shown, asked, job, error, text)
+
+
+def _idle(name: str, asked: Asked, job: Job) -> bool:
+    """Whether a setting would change nothing beside the others, as they are drawn."""
+    if job.spec.mode != asked.mode:
+        return False  # these settings do not work yet
+    if name == "compress_rank":
+        return job.spec.compress != "powersgd"
+    if name == "sync_every_microstep":
+        return job.microsteps == 1
+    if asked.mode == "hybrid" and name in PIPELINE_SETTINGS:
+        return job.degree("pp") == 1
+    return asked.mode == "hybrid" and name in CONTEXT_SETTINGS and job.degree("cp") == 1
 
 
 def _names(rows: Iterable[tuple[str, ...]]) -> list[str]:

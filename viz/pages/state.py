@@ -17,7 +17,7 @@ import streamlit as st
 from engine import schedules
 from engine.job import prepare, prepare_real
 from engine.rules import SpecError
-from engine.settings import MODE_SETTINGS, MODEL_DATASETS, applies
+from engine.settings import MODE_MODELS, MODE_SETTINGS, MODEL_DATASETS, applies
 from engine.spec import MODELS, MODES, Spec
 from viz import locales
 
@@ -82,6 +82,10 @@ class Asked:
         """After another mode, model or schedule was chosen: put what does not apply aside, take back what does."""
         if changed not in ("mode", "model", "schedule", "schedule_file"):
             return
+        if changed == "model":
+            self.aside.pop("model", None)
+        elif changed == "mode":
+            self._sort_out_model()
         single = self.mode == "single"
         if single and self.value("devices") != "1":
             self.aside["devices"] = self.settings.get("devices", write(FIELDS["devices"].default))
@@ -92,8 +96,19 @@ class Asked:
             key = param(name)
             if key in self.settings and not self._fits(name, self.settings[key]):
                 self.aside[key] = self.settings.pop(key)
-            elif key in self.aside and name != "devices" and self._fits(name, self.aside[key]):
+            elif key in self.aside and name not in ("devices", "model") and self._fits(name, self.aside[key]):
                 self.settings[key] = self.aside.pop(key)
+
+    def _sort_out_model(self) -> None:
+        """A mode that does not take the model brings one that it takes; the one before comes back with the others."""
+        models = MODE_MODELS.get(self.mode, MODELS)
+        if self.model not in models:
+            self.aside.setdefault("model", self.model)
+            self.settings["model"] = "gpt" if "gpt" in models else models[0]
+        elif self.aside.get("model") in models:
+            self.settings["model"] = self.aside.pop("model")
+            if self.model == FIELDS["model"].default:
+                del self.settings["model"]
 
     def _fits(self, name: str, text: str) -> bool:
         if name == "dataset":
@@ -107,6 +122,13 @@ class Asked:
         if name == "stages_per_rank" and (self.value("schedule") or DEFAULT_SCHEDULE) in FIXED_STAGES:
             return False
         return applies(name, self.mode, self.model)
+
+
+def filled(spec: Spec) -> Spec:
+    """The spec of a run, with its defaults for those settings that Lockstep has got since; as it is if it cannot be."""
+    with contextlib.suppress(SpecError):
+        return prepare(spec).spec
+    return spec
 
 
 def param(name: str) -> str:

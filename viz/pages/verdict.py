@@ -22,13 +22,13 @@ LOG_TAIL = 40  # lines
 NEAR = 0.25  # a prediction of the step time that is further off is marked
 
 
-def show_verdict(result: Mapping[str, Any], text: Catalogue) -> None:
-    """The cards, side by side. What failed is red, and says where."""
+def show_verdict(result: Mapping[str, Any], text: Catalogue, elsewhere: bool = False) -> None:
+    """The cards, side by side. What failed is red, and says where. `elsewhere`: it ran on another machine."""
     with st.container(key="verdict"):
         cards = (_parity, _conformance, _step_time, _learning)
         for place, card in zip(st.columns(len(cards), gap="small"), cards, strict=True):
             with place.container(border=True, height="stretch", gap="xxsmall"):
-                card(result, text)
+                card(result, text, elsewhere) if card is _step_time else card(result, text)
 
 
 def _card(title: str, verdict: str, headline: str, detail: str) -> None:
@@ -117,8 +117,11 @@ def describe_difference(difference: Mapping[str, Any], text: Catalogue) -> str:
     )
 
 
-def _step_time(result: Mapping[str, Any], text: Catalogue) -> None:
+def _step_time(result: Mapping[str, Any], text: Catalogue, elsewhere: bool) -> None:
     measured, predicted = result["step_time"], result["predicted_step_time"]
+    if elsewhere:  # what was predicted was that machine's time, and what would be predicted now is this one's
+        _card(text("steptime.title"), "", duration(measured), text("steptime.elsewhere"))
+        return
     machine = result["spec"]["machine"]
     detail = text("steptime.detail", predicted=duration(predicted), machine=text.name("machine", machine))
     verdict = ""
@@ -146,8 +149,9 @@ def _learning(result: Mapping[str, Any], text: Catalogue) -> None:
     if losses:
         words.append(text("learning.loss", first=f"{losses[0]:.3g}", last=f"{losses[-1]:.3g}"))
     last = [rows[-1] for rows in result.get("local_losses", []) if rows and rows[-1] is not None]
-    if len(set(last)) > 1:
-        words.append(text("learning.local", low=f"{min(last):.3g}", high=f"{max(last):.3g}"))
+    low, high = (f"{of(last, default=0):.3g}" for of in (min, max))
+    if low != high:
+        words.append(text("learning.local", low=low, high=high))
     words.append(text("learning.steps", steps=len(result["losses"])))
     detail = " · ".join(words)
     if repeated := result.get("repeated_orders"):
@@ -190,15 +194,19 @@ def oversubscribed(spec: Mapping[str, Any]) -> bool:
     return spec["device"] != "cuda" and spec["devices"] > (os.cpu_count() or 1)
 
 
-def notices(spec: Spec, text: Catalogue) -> list[str]:
-    """What a reader of a real run's numbers must know; `spec` as it would be run here."""
-    found = []
+def notices(spec: Spec, text: Catalogue, elsewhere: bool = False) -> list[str]:
+    """What a reader of a real run's numbers must know. `elsewhere`: it ran on another machine."""
+    found = [text("notice.elsewhere")] if elsewhere else []
     if spec.device != "cuda" and spec.mode == "data_parallel":
         found.append(text("notice.data_parallel_cpu"))
-    if oversubscribed(spec.to_dict()):
+    if not elsewhere and oversubscribed(spec.to_dict()):
         words = "notice.oversubscribed_threads" if spec.mode in ONE_PROCESS_MODES else "notice.oversubscribed"
         found.append(text(words, devices=spec.devices, cores=os.cpu_count() or 1))
     if spec.resume is not None:
-        run_id, step = checkpoints.parse(spec.resume)
-        found.append(text("notice.resumed", run=run_id, step=step))
+        found.append(resumed(spec, text))
     return found
+
+
+def resumed(spec: Spec, text: Catalogue) -> str:
+    run_id, step = checkpoints.parse(spec.resume)
+    return text("notice.resumed", run=run_id, step=step)

@@ -235,7 +235,11 @@ class Player {
       const used = memory[2];
       if (z * width(used, SMALL) < px(x1) - px(memory[0]) - 6) marks("text", { x: px(memory[0]), y: py(memory[1]), class: "ls-small" }, used);
       cells.forEach(([c0, c1, d0, d1], i) => {
-        if (this.named) marks("text", { x: (px(c0) + px(c1)) / 2, y: (py(d0) + py(d1)) / 2, class: kept[i][1] - kept[i][0] > (c1 - c0) / 2 ? "ls-layer ls-held" : "ls-layer" }, layers[i]);
+        if (!this.named) return;
+        // The name stands in what is held, else beside it, else across both.
+        const [k0, k1] = kept[i], beside = k0 - c0 > c1 - k1 ? [c0, k0] : [k1, c1];
+        const [at, look] = fits([k0, k1, d0, d1], layers[i]) ? [[k0, k1], "ls-held"] : k1 > k0 && fits([...beside, d0, d1], layers[i]) ? [beside, "ls-part"] : [[c0, c1], k1 > k0 ? "ls-part" : ""];
+        marks("text", { x: (px(at[0]) + px(at[1])) / 2, y: (py(d0) + py(d1)) / 2, class: `ls-layer ${look}` }, layers[i]);
       });
     }
     spans.t0.forEach((t0, i) => {
@@ -271,7 +275,7 @@ class Player {
       const [x0, y0, x1, y1] = this.payload.links[link];
       under("path", { d: `M${px(x0)},${py(y0)}L${px(x1)},${py(y1)}`, stroke: colour, "stroke-width": 6, opacity: 0.35 });
     }
-    boxes.forEach(({ at: [x0, x1, y0, y1], cells, kept, held, glow, layers }, b) => {
+    boxes.forEach(({ at: [x0, x1, y0, y1], cells, kept, updated, held, glow, layers }, b) => {
       const i = this.current(this.of[0][b], t), on = i < 0 ? 0 : Math.max(0, 1 - Math.max(0, t - spans.t1[i]) / fade);
       const active = i >= 0 && (t < spans.t1[i] || t === spans.t0[i]);
       if (pointed === HELD) cells.forEach((cell, c) => held[c] && over("path", { d: rounded(px(kept[c][0]), px(kept[c][1]), py(cell[3]), py(cell[2]), 2), class: "ls-pointed" }));
@@ -286,9 +290,10 @@ class Player {
       cells.forEach(([c0, c1, d0, d1], c) => {
         const lit = spans.cell[i]; // a cell, -1: all that are held, or -2 - held: those of one stage
         if (lit !== c && !(held[c] && (lit === -1 || lit === -2 - held[c]))) return;
-        const [k0, k1] = lit === c ? glow[c] : kept[c]; // what is updated, a shard
+        const [k0, k1] = lit === c ? glow[c] : lit === -1 ? updated[c] : kept[c]; // of all that is held: what is updated
+        if (k1 <= k0) return;
         over("path", { d: rounded(px(k0), px(k1), py(d1), py(d0), 2), fill: colour, opacity: on });
-        if (this.named && k1 - k0 > (c1 - c0) / 2) over("text", { x: (px(c0) + px(c1)) / 2, y: (py(d0) + py(d1)) / 2, fill: ink, opacity: on, class: "ls-lit" }, layers[c]);
+        if (this.named && z * width(layers[c], CELL) <= px(k1) - px(k0) - 4) over("text", { x: (px(k0) + px(k1)) / 2, y: (py(d0) + py(d1)) / 2, fill: ink, opacity: on, class: "ls-lit" }, layers[c]);
       });
       const pill = fitting(strings[spans.label[i]].split("\t"), (X1 - X0 - 8) / z, PILL), wide = pill && z * (width(pill, PILL) / 2 + 11);
       if (!pill) return;

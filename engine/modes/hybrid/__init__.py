@@ -9,13 +9,11 @@ LESSON = Lesson(
     steps=(
         Step(
             "A mesh of axes",
-            "The degrees multiply to the number of devices. Tensor ranks lie next to each other, since they talk most; "
-            "stages are furthest apart.",
+            "The degrees multiply to the number of devices. Tensor ranks lie closest, stages furthest apart.",
         ),
         Step(
             "Cut of the model",
-            "Stages take runs of layers, tensor ranks parts of each layer's matrices, and fsdp ranks share what is "
-            "left of them. Of a mixture of experts, ranks of ep take some experts each.",
+            "Stages take layers, tensor ranks parts of matrices, ep ranks experts; fsdp ranks share what is left.",
         ),
         Step(
             "Data assignment",

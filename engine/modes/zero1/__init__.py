@@ -16,7 +16,7 @@ LESSON = Lesson(
             kinds=("all_reduce",),
             payload="gradient",
         ),
-        Step("Update of what is owned", "Every rank updates only the parameters that it owns.", kinds=("optimizer",)),
+        Step("Owners' update", "Every rank updates only the parameters that it owns.", kinds=("optimizer",)),
         Step(
             "Weights to all",
             "Each owner broadcasts its updated parameters, so that all ranks are equal again.",

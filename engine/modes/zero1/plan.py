@@ -23,7 +23,11 @@ def plan(job: Job, step: int) -> Plan:
         mine = [_only(layer, each) for layer in job.layers]
         ops = (*program.ops[:-1], chain.optimizer(mine, job.spec), *broadcasts)
         memory = program.memory | {"optimizer": chain.standing_memory(mine, job.spec)["optimizer"]}
-        programs.setdefault(each.params, Program(ops, program.holds, memory))
+        updates = tuple(
+            own.param_bytes / whole.param_bytes if whole.param_bytes else 0.0
+            for own, whole in zip(mine, job.layers, strict=True)
+        )
+        programs.setdefault(each.params, Program(ops, program.holds, memory, updates=updates))
     index = {params: i for i, params in enumerate(programs)}
     roles = tuple(index[each.params] for each in owned)
     return dataclasses.replace(replicated, programs=tuple(programs.values()), roles=roles)
