@@ -130,6 +130,8 @@ MODE_AXIS = {
     "context": "cp",
     "expert": "ep",
 }
+# Axes that a hybrid of a model can have; those of models that are not named are the first.
+MODEL_AXES = {"": ("pp", "dp", "fsdp", "tp"), "gpt": ("pp", "dp", "fsdp", "cp", "tp"), "moe": ("dp", "ep")}
 DATA_AXES = ("dp", "fsdp", "ep")  # those over which the batch is cut
 ONE_PROCESS_MODES = ("single", "data_parallel")
 STAGE_MODES = ("layer_split", "pipeline")  # split the layers over devices

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,43 @@ from engine.launch import Launcher
 from tests import table
 
 
-@pytest.fixture(autouse=True)
-def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where tests run side by side (`pytest -n 2`), one that is marked `alone` waits for the others and they for it.
+class Room:
+    """Where tests run side by side (`pytest -n 2`), all of them are in one room; one that measures a time asks the
+    others out, so it waits for them and they for it.
 
     Whoever waits does so at the gate and lets nobody pass, or there would always be somebody inside.
     """
+
+    def __init__(self, folder: Path):
+        self.gate, self.inside = (folder / "gate").open("w"), (folder / "inside").open("w")
+
+    def enter(self, kind: int) -> None:
+        fcntl.flock(self.gate, fcntl.LOCK_EX)
+        fcntl.flock(self.inside, kind)
+        fcntl.flock(self.gate, fcntl.LOCK_UN)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        fcntl.flock(self.inside, fcntl.LOCK_UN)  # two that are inside and want to be alone would wait for ever
+        self.enter(fcntl.LOCK_EX)
+        yield
+        fcntl.flock(self.inside, fcntl.LOCK_SH)
+
+    def leave(self) -> None:
+        self.gate.close()
+        self.inside.close()
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """`with alone():` no other test runs meanwhile."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        yield
+        yield nullcontext
         return
-    kind = fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH
-    shared = tmp_path_factory.getbasetemp().parent
-    with (shared / "gate").open("w") as gate, (shared / "inside").open("w") as inside:
-        fcntl.flock(gate, fcntl.LOCK_EX)
-        fcntl.flock(inside, kind)
-        fcntl.flock(gate, fcntl.LOCK_UN)
-        yield
+    room = Room(tmp_path_factory.getbasetemp().parent)
+    room.enter(fcntl.LOCK_SH)
+    yield room.alone
+    room.leave()
 
 
 SLOW = [line for line in Path(__file__).with_name("slow.txt").read_text().splitlines() if line and line[0] != "#"]

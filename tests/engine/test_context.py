@@ -279,12 +279,12 @@ def test_a_wrong_gradient_on_one_rank_is_seen(launcher, runs_dir):
 
 
 @pytest.mark.real
-@pytest.mark.alone
-def test_blocks_that_lie_in_the_future_are_measured_to_be_skipped(launcher, runs_dir):
+def test_blocks_that_lie_in_the_future_are_measured_to_be_skipped(launcher, runs_dir, alone):
     """Without balancing, rank r attends in its turns 0 to r. Each of those takes longer than any turn that is skipped:
     at best, over some steps, since a rank may have to wait for a core in any of them."""
     large = SMALL | {"context": 512, "layers": 1, "global_batch": 4, "heads": 2}
-    result = finished(Spec(devices=4, balance="none", **large, device="cpu", steps=8), launcher, runs_dir)
+    with alone():
+        result = finished(Spec(devices=4, balance="none", **large, device="cpu", steps=8), launcher, runs_dir)
     holds(result)
     timeline = Timeline.load(runs_dir / result["run_id"] / "timeline.parquet")
     shortest: dict[tuple[str, int, int], float] = {}

@@ -9,8 +9,9 @@ import streamlit as st
 from engine import modes
 from engine.cost.machine import MACHINES
 from engine.job import Job
+from engine.plan import AXES
 from engine.rules import SpecError
-from engine.settings import CONTEXT_SETTINGS, MODEL_DATASETS, PIPELINE_SETTINGS
+from engine.settings import CONTEXT_SETTINGS, MODEL_AXES, MODEL_DATASETS, PIPELINE_SETTINGS
 from engine.spec import MODELS, MODES, parse_text, type_of
 from viz import locales
 from viz.locales import LANGUAGES, Catalogue
@@ -103,6 +104,8 @@ def _idle(name: str, asked: Asked, job: Job) -> bool:
         return job.spec.compress != "powersgd"
     if name == "sync_every_microstep":
         return job.microsteps == 1
+    if asked.mode == "hybrid" and name in AXES:
+        return name not in MODEL_AXES.get(asked.model, MODEL_AXES[""])
     if asked.mode == "hybrid" and name in PIPELINE_SETTINGS:
         return job.degree("pp") == 1
     return asked.mode == "hybrid" and name in CONTEXT_SETTINGS and job.degree("cp") == 1
