@@ -234,10 +234,15 @@ def _check_once(given: typing.Mapping[str, Any]) -> None:
             raise SpecError("exclusive", name, given[name], other=other)
 
 
-@functools.cache  # resolving the hints takes milliseconds, and a Spec asks for each of its fields
+@functools.cache  # resolving the hints of all fields takes milliseconds, and a Spec asks for each of them
+def _hints() -> dict[str, Any]:
+    return typing.get_type_hints(Spec)
+
+
+@functools.cache
 def type_of(f: Any) -> tuple[type, bool]:
     """The plain type of a field (int, float, str, bool or tuple), and whether it may be None."""
-    hint = typing.get_type_hints(Spec)[f.name]
+    hint = _hints()[f.name]
     optional = isinstance(hint, types.UnionType)
     if optional:
         hint = next(a for a in typing.get_args(hint) if a is not type(None))
