@@ -67,6 +67,9 @@ class Step:
         )
 
 
+OWN_BATCH = Step("Data assignment", "Each rank loads its own part of the batch.", kinds=("load",))
+
+
 @dataclass(frozen=True, slots=True)
 class Lesson:
     """What a learner reads: the idea, the steps in order, when to use it, and where it ends."""

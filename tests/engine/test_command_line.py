@@ -215,7 +215,7 @@ LONG = "run --mode ddp --devices 2 --model mlp --steps 100000 --device cpu --jso
 COUNTING = """
 import sys
 from engine import __main__, launch
-from tests.engine.test_launcher import OPTIONS
+from tests.engine.stub_workers import OPTIONS
 launcher = launch.Launcher([*OPTIONS[:-1], "engine.finish:finish"])
 launch.default_launcher = lambda: launcher
 sys.exit(__main__.main())

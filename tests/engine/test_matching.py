@@ -13,8 +13,9 @@ from engine.job import prepare
 from engine.matching import PlanError, describe, match, uniform
 from engine.notation import parse_plan
 from engine.plan import Mesh, Op, Plan, Program
+from engine.settings import MODE_MODELS
 from engine.simulate import DeadlockError, simulate
-from engine.spec import Spec
+from engine.spec import MODELS, Spec
 
 PIPELINE = """
 mesh pp=2
@@ -51,24 +52,10 @@ def test_the_kth_receive_takes_the_kth_send_of_its_direction():
     ]
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "single",
-        "data_parallel",
-        "ddp",
-        "zero1",
-        "zero2",
-        "fsdp",
-        "hsdp",
-        "local_sgd",
-        "layer_split",
-        "pipeline",
-        "tensor",
-    ],
-)
+@pytest.mark.parametrize("mode", modes.MODES)
 def test_the_plan_of_every_mode_matches(mode):
-    plan = modes.plan(prepare(Spec(mode=mode, devices=1 if mode == "single" else 4)))
+    model = MODE_MODELS.get(mode, MODELS)[0]
+    plan = modes.plan(prepare(Spec(mode=mode, devices=1 if mode == "single" else 4, model=model)))
     graph = match(plan)
     communicates = np.array([op.kind == "recv" or (op.axis != "" and op.peer is None) for op in graph.templates])
     assert ((graph.meets >= 0) == communicates[graph.which]).all()

@@ -5,12 +5,11 @@ import functools
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
 from engine.job import Job
 from engine.modes.context.cuts import parts
 from engine.modes.context.deal import positions
-from engine.modes.ddp.buckets import DEFAULT_BUCKET_MB
+from engine.modes.ddp.run import replicate
 from engine.real import models
 from engine.real.context_attention import ATTENTION, Ranks
 from engine.real.data import Batches
@@ -21,12 +20,9 @@ from engine.real.training import LocalTraining, Place
 def training(job: Job, place: Place) -> LocalTraining:
     group = init_device_mesh(place.device.type, (place.world_size,), mesh_dim_names=("cp",)).get_group("cp")
     chain = models.build(job).to(place.device)
-    chain.recorder = place.recorder
-    place.recorder.label = lambda kind: ("cp", "gradient" if kind == "all_reduce" else "control")
     batches = Batches(job, 0, 1, place.device)
     deal_out(chain, batches, job, group, place.recorder)
-    limit = {} if job.spec.bucket_mb == DEFAULT_BUCKET_MB else {"bucket_cap_mb": job.spec.bucket_mb}
-    replica = DistributedDataParallel(chain, process_group=group, **limit)
+    replica = replicate(chain, job, place, axis="cp", group=group)
     optimizer = models.make_optimizer(job, replica.parameters())
     return LocalTraining(job, place, chain, replica, batches, optimizer)
 

@@ -1,6 +1,6 @@
 """DistributedDataParallel: a replica a rank, gradients all-reduced in buckets while backward goes on."""
 
-from engine.lessons import PASSES, Lesson, Step
+from engine.lessons import OWN_BATCH, PASSES, Lesson, Step
 
 LESSON = Lesson(
     title="Distributed data parallel (DDP)",
@@ -12,7 +12,7 @@ LESSON = Lesson(
             payload="batch",
         ),
         Step("Model replication", "Every rank holds the whole model, with the weights that rank 0 began with."),
-        Step("Data assignment", "Each rank loads its own part of the batch.", kinds=("load",)),
+        OWN_BATCH,
         Step(
             "Independent computation",
             "Each rank runs forward and backward on its part, with no word from the others.",

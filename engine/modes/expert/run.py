@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.job import Job
-from engine.modes.ddp.buckets import DEFAULT_BUCKET_MB
+from engine.modes.ddp.run import replicate
 from engine.modes.expert.plan import parts
 from engine.real import models
 from engine.real.data import Batches
@@ -29,13 +29,10 @@ def replicated(
     """Experts are shared out over `group`, and the same ones held by the ranks of `copies`; all ranks, together the
     `axis`, average all the rest."""
     chain = models.build(job).to(place.device)
-    chain.recorder = place.recorder
     own = share_experts(chain, group, place.recorder)
-    place.recorder.label = lambda kind: (axis, "gradient" if kind == "all_reduce" else "control")
     place.recorder.parts = lambda kind, layer: parts(job, kind, layer)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(chain, own)
-    limit = {} if job.spec.bucket_mb in (None, DEFAULT_BUCKET_MB) else {"bucket_cap_mb": job.spec.bucket_mb}
-    replica = DistributedDataParallel(chain, **limit)
+    replica = replicate(chain, job, place, axis=axis)
     optimizer = models.make_optimizer(job, chain.parameters())
     batches = Batches(job, place.rank, place.world_size, place.device)
     local = ExpertTraining(job, place, chain, replica, batches, optimizer)

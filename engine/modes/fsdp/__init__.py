@@ -1,6 +1,6 @@
 """fully_shard (FSDP2, ZeRO-3): parameters, gradients and optimizer state in shards; layers gathered when needed."""
 
-from engine.lessons import BACKWARD, FORWARD, Lesson, Step
+from engine.lessons import BACKWARD, FORWARD, OWN_BATCH, Lesson, Step
 
 LESSON = Lesson(
     title="Fully sharded data parallel (FSDP, ZeRO-3)",
@@ -8,7 +8,7 @@ LESSON = Lesson(
     "it computes.",
     steps=(
         Step("Sharding", "The rows of every parameter are shared out: each rank keeps a shard of every layer."),
-        Step("Data assignment", "Each rank loads its own part of the batch.", kinds=("load",)),
+        OWN_BATCH,
         Step(
             "Gather and forward",
             "A layer's weights are all-gathered, the layer computes, and they are freed.",

@@ -1,6 +1,6 @@
 """fully_shard on a mesh of two axes (HSDP): shards within a group of ranks, replicas across groups."""
 
-from engine.lessons import BACKWARD, FORWARD, Lesson, Step
+from engine.lessons import BACKWARD, FORWARD, OWN_BATCH, Lesson, Step
 
 LESSON = Lesson(
     title="Hybrid sharded data parallel (HSDP)",
@@ -10,7 +10,7 @@ LESSON = Lesson(
             "Groups",
             "Ranks form groups that share a replica: the mesh axis fsdp runs within a group, dp across groups.",
         ),
-        Step("Data assignment", "Each rank loads its own part of the batch.", kinds=("load",)),
+        OWN_BATCH,
         Step(
             "Gather and forward",
             "A layer's weights are all-gathered within the group, the layer computes, and they are freed.",

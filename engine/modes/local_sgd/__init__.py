@@ -1,6 +1,6 @@
 """Local SGD: every rank trains alone, and now and then all average their weights."""
 
-from engine.lessons import PASSES, Lesson, Step
+from engine.lessons import OWN_BATCH, PASSES, Lesson, Step
 
 LESSON = Lesson(
     title="Local SGD",
@@ -8,7 +8,7 @@ LESSON = Lesson(
     "average their weights.",
     steps=(
         Step("Model replication", "Every rank holds the whole model, from the same first weights."),
-        Step("Data assignment", "Each rank loads its own part of the batch.", kinds=("load",)),
+        OWN_BATCH,
         Step(
             "Computation alone",
             "Each rank runs forward and backward on its part. Its gradients stay its own: nothing is sent.",

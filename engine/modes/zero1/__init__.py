@@ -1,6 +1,6 @@
 """ZeroRedundancyOptimizer over DDP (ZeRO-1): each rank keeps the optimizer state of its own part of the parameters."""
 
-from engine.lessons import PASSES, Lesson, Step
+from engine.lessons import OWN_BATCH, PASSES, Lesson, Step
 
 LESSON = Lesson(
     title="Sharded optimizer state (ZeRO-1)",
@@ -8,7 +8,7 @@ LESSON = Lesson(
     "state and updates it.",
     steps=(
         Step("Owners", "Each parameter is dealt to one rank, the largest first, to the rank that owns least so far."),
-        Step("Data assignment", "Each rank loads its own part of the batch.", kinds=("load",)),
+        OWN_BATCH,
         Step("Computation", "Each rank runs forward and backward on its part, as in DDP.", kinds=PASSES),
         Step(
             "Gradient aggregation",

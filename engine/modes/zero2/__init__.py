@@ -1,13 +1,13 @@
 """fully_shard that keeps what it gathered until backward is done (ZeRO-2)."""
 
-from engine.lessons import BACKWARD, FORWARD, Lesson, Step
+from engine.lessons import BACKWARD, FORWARD, OWN_BATCH, Lesson, Step
 
 LESSON = Lesson(
     title="Sharded gradients and optimizer state (ZeRO-2)",
     idea="As in FSDP, but a layer that was gathered in forward stays whole until its backward is done.",
     steps=(
         Step("Sharding", "The rows of every parameter are shared out: each rank keeps a shard of every layer."),
-        Step("Data assignment", "Each rank loads its own part of the batch.", kinds=("load",)),
+        OWN_BATCH,
         Step(
             "Gather and forward",
             "Each layer's weights are all-gathered, the layer computes, and the weights are kept for backward.",
