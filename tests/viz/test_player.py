@@ -238,6 +238,15 @@ class TestPlayer:
         assert playing
         assert 16 < time < 25
 
+    def test_titles_of_all_devices_have_one_form(self, show):
+        """The tokens that a rank has make its title longer or shorter; none drops a word that the others keep."""
+        page = show(payload_of("context", model="gpt"))
+        for wide in range(600, 1500, 100):
+            page.set_viewport_size({"width": wide, "height": 900})
+            page.wait_for_timeout(150)
+            titles = page.locator(".ls-title").all_text_contents()
+            assert len({(title.startswith("rank"), "tokens" in title) for title in titles}) == 1, (wide, titles)
+
     def test_a_narrow_page_does_not_scroll_sideways(self, show):
         page = show(payload_of("pipeline", 4))
         page.set_viewport_size({"width": 400, "height": 800})

@@ -229,8 +229,11 @@ class Player {
     this.named = boxes.every(({ cells, layers }) => layers.every((name, i) => fits(cells[i], name))); // all or none
     this.room = this.words_.clientWidth;
     const digits = "8".repeat(Math.max(0, ...spans.label.map((i) => /\d*$/.exec(strings[i])[0].length))); // likewise
+    // Titles get shorter in the same steps: as many steps before the shortest in each box as have room in all of them.
+    const steps = ({ at: [x0, x1], titles }) => titles.length - titles.indexOf(fitting(titles, (px(x1) - px(x0) - 20) / z, TITLE) ?? titles.at(-1));
+    const common = Math.min(...boxes.map(steps));
     for (const { at: [x0, x1, , y1], titles, memory, cells, kept, layers } of boxes) {
-      const wide = px(x1) - px(x0), title = fitting(titles, (wide - 20) / z, TITLE) ?? titles.at(-1);
+      const title = titles.at(-Math.min(common, titles.length));
       marks("text", { x: px(x0) + 10, y: py(y1) + (py(0) - py(18)), class: "ls-title" }, title);
       const used = memory[2];
       if (z * width(used, SMALL) < px(x1) - px(memory[0]) - 6) marks("text", { x: px(memory[0]), y: py(memory[1]), class: "ls-small" }, used);
