@@ -58,19 +58,23 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Abs
 SLOW = [line for line in Path(__file__).with_name("slow.txt").read_text().splitlines() if line and line[0] != "#"]
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what slow.txt lists. A line that names no test any more is an error, wherever its file was collected."""
+def mark_slow(items: list[pytest.Item], starts: list[str], *, whole: bool) -> None:
+    """Mark the tests that slow.txt lists. A line that names none any more is an error where a `whole` file of it was
+    collected, and not single tests."""
     by_file: dict[str, list[pytest.Item]] = {}
     for item in items:
         by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
-    whole = all("::" not in argument for argument in config.args)  # files, and not single tests of them
-    for start in SLOW:
+    for start in starts:
         there = by_file.get(start.partition("::")[0], [])
         named = [item for item in there if item.nodeid.startswith(start)]
         if there and whole and not named:
             raise pytest.UsageError(f"tests/slow.txt: no test begins with {start}")
         for item in named:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_slow(items, SLOW, whole=all("::" not in argument for argument in config.args))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
