@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from engine import checkpoints, modes
-from engine.analyse import bubble_fraction, bubble_over_ideal, exposed_communication_fraction
+from engine.analysis.shares import bubble_fraction, bubble_over_ideal, exposed_communication_fraction
 from engine.archive import read_json, read_status, read_steps, write_json
 from engine.conform import conform
 from engine.cost.memory import CATEGORIES, METHOD, errors

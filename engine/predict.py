@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import modes
-from engine.analyse import bubble_fraction, bubble_over_ideal, exposed_communication_fraction
+from engine.analysis.shares import bubble_fraction, bubble_over_ideal, exposed_communication_fraction
 from engine.cost.machine import machine
 from engine.job import Job, prepare
 from engine.plan import Plan

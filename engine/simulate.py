@@ -33,9 +33,15 @@ class DeadlockError(PlanError):
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """One predicted step. Lists have one entry a role of `plan`; `timeline` repeats each role on all its ranks."""
+    """One predicted step. Lists have one entry a role of `plan`; `timeline` repeats each role on all its ranks.
+
+    `start` and `end` are seconds, one entry a node of `graph`.
+    """
 
     plan: Plan
+    graph: Graph
+    start: np.ndarray
+    end: np.ndarray
     timeline: Timeline
     makespan: float
     bytes_sent: list[float]
@@ -59,6 +65,9 @@ def simulate(plan: Plan, machine: Machine) -> Simulation:
     memory = [by_category(program.memory, kept) for program, (kept, _) in zip(plan.programs, peaks, strict=True)]
     return Simulation(
         plan,
+        graph,
+        start,
+        end,
         _timeline(graph, start, end),
         float(end.max(initial=0.0)),
         _bytes_sent(graph),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import archive
-from engine.analyse import BUBBLE_FORMULA, BUBBLE_OVER_IDEAL_FORMULA
+from engine.analysis.shares import BUBBLE_FORMULA, BUBBLE_OVER_IDEAL_FORMULA
 from engine.launch import Handle
 from engine.modes import Lesson
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from engine import modes
-from engine.analyse import (
+from engine.analysis.shares import (
     BUBBLE_FORMULA,
     BUBBLE_OVER_IDEAL_FORMULA,
     EXPOSED_FORMULA,
