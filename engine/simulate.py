@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.columns import Ops
-from engine.cost.collectives import collective_seconds, message_seconds, rounds_and_bytes
+from engine.cost.collectives import busy_cores, collective_seconds, message_seconds, rounds_and_bytes
 from engine.cost.compute import compute_seconds
 from engine.cost.machine import Machine
 from engine.cost.memory import by_category
+from engine.cost.sharing import AWAIT, CALL, PASS, RECV, RUN, SEND, SYNC_CALL, SYNC_SEND, Cores, share
 from engine.matching import NO_NODE, Graph, PlanError, describe, match
 from engine.plan import COLLECTIVES, Plan
 from engine.timeline import NONE, Timeline
 
-RUN, RECV, SEND, SYNC_SEND, CALL, SYNC_CALL, AWAIT, PASS = range(8)  # what the scheduler does at a node
 UNKNOWN = -1.0  # end of a node that has not been scheduled
 SHOWN_RANKS, SHOWN_OPS = 8, 2  # of a deadlock: ranks of the circle; ops before and after the arrow
 
@@ -59,8 +59,7 @@ def simulate(plan: Plan, machine: Machine) -> Simulation:
     seconds = durations(graph, machine)
     start, end = schedule(graph, seconds)
     if machine.cores:
-        crowd = crowding(graph, seconds, float(end.max(initial=0.0)), machine)
-        start, end = start * crowd, end * crowd
+        start, end = on_shared_cores(graph, seconds, machine)
     peaks = [peaks_of(Ops.of(program.ops), 0) for program in plan.programs]
     memory = [by_category(program.memory, kept) for program, (kept, _) in zip(plan.programs, peaks, strict=True)]
     return Simulation(
@@ -77,17 +76,24 @@ def simulate(plan: Plan, machine: Machine) -> Simulation:
     )
 
 
-def crowding(graph: Graph, seconds: np.ndarray, makespan: float, machine: Machine) -> float:
-    """How many times slower ranks get that share cores: 1 while there are enough for all that work at once.
-
-    On average over the step, busy / makespan ranks want to compute, each with its threads. Everything slows down
-    alike, messages too, which are memory copies there.
-    """
+def on_shared_cores(graph: Graph, seconds: np.ndarray, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
+    """Start and end of every node where ranks are processes that share a machine's cores; copies use them too."""
     ranks = np.bincount(graph.plan.roles, minlength=len(graph.plan.programs))
-    compute = np.array([op.is_compute for op in graph.templates])[graph.which]
-    busy = float((seconds * compute * np.repeat(ranks, np.diff(graph.first))).sum())
-    threads = machine.threads(graph.plan.world_size)
-    return max(1.0, busy / makespan * threads / machine.cores) if makespan else 1.0
+    alone = []
+    for op in graph.templates:
+        group = graph.plan.mesh.degree(op.axis) if op.kind in COLLECTIVES else 2
+        alone.append(machine.threads(graph.plan.world_size) if op.is_compute else busy_cores(op, group, machine))
+    alone = np.array(alone, dtype=np.float64)[graph.which]
+    together = np.repeat(ranks, np.diff(graph.first)).astype(np.float64)  # how often each node is done at once
+    called = np.array([op.kind in COLLECTIVES for op in graph.templates], dtype=bool)[graph.which]
+    if called.any():  # once a group, and not once a member
+        groups = np.zeros(len(seconds))
+        degree = np.array([graph.plan.mesh.degree(op.axis) for op in graph.templates])[graph.which]
+        np.add.at(groups, graph.meets[called], (together / degree)[called])
+        together[called] = groups[graph.meets[called]]
+    columns = (seconds, alone * together, alone, _acts(graph), _lanes(graph), graph.meets)
+    cores = Cores(machine.cores, machine.together)
+    return share(cores, *(column.tolist() for column in columns), graph.waits, graph.first)
 
 
 def durations(graph: Graph, machine: Machine) -> np.ndarray:

@@ -14,8 +14,9 @@ class Machine:
     """Rates are per second, sizes in bytes, times in seconds.
 
     `flop_rate` is what a matmul in fp32 achieves, not the peak; in bf16 it is `bf16_gain` times that. `cores`: where
-    ranks are processes that share cores, how many there are; 0 where every rank has a device of its own. `unit`: forget
-    the rates: a stage's forward takes 1 s, its backward `unit_backward`, everything else nothing.
+    ranks are processes that share cores, how many there are; 0 where every rank has a device of its own. `together`:
+    how fast a core is while all are busy, beside one that is alone. `unit`: forget the rates: a stage's forward takes
+    1 s, its backward `unit_backward`, everything else nothing.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Machine:
     link_rate: float
     bf16_gain: float = 1.0
     cores: int = 0
+    together: float = 1.0
     unit: bool = False
     unit_backward: float = 2.0
 
@@ -40,7 +42,7 @@ class Machine:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name in ("flop_rate", "memory_rate", "link_rate", "bf16_gain") and not value > 0:
+            if f.name in ("flop_rate", "memory_rate", "link_rate", "bf16_gain", "together") and not value > 0:
                 raise ValueError(f"{f.name} must be greater than 0; it is {value}")
             if f.name in ("op_overhead", "link_latency", "cores") and not 0 <= value < math.inf:
                 raise ValueError(f"{f.name} must be 0 or more, and finite; it is {value}")
