@@ -83,6 +83,7 @@ class Unit:
     layer: Layer
     forward: tuple[Op, ...]
     backward: tuple[Op, ...]
+    sums: tuple[Op, ...] = ()  # which complete its gradients on this rank, before anything else is done with them
 
 
 def units(layers: Sequence[Layer], samples: int, *, stage: int = 0, spec: Spec | None = None) -> list[Unit]:

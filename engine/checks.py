@@ -60,7 +60,7 @@ def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
         return check_context(spec)
     if spec.mode == "hybrid":
         _check_expert_axis(spec)
-        spec = _check_context_axis(spec)
+        spec = _check_context_axis(_check_sequences(spec))
     if spec.mode == "expert" and spec.experts % spec.devices:
         raise _experts_left(spec)
     if spec.mode == "hsdp":
@@ -122,6 +122,17 @@ def _check_context_axis(spec: Spec) -> Spec:
         if getattr(spec, other) > 1:
             raise SpecError("axes_together", "cp", spec.cp, suggest=[1], other=other, works="fsdp")
     return check_context(spec.with_(attention=spec.attention or MODE_SETTINGS["context"]["attention"]), "cp")
+
+
+def _check_sequences(spec: Spec) -> Spec:
+    """Tokens are shared out among tensor ranks, between the matrices that these share."""
+    if spec.tp == 1 or spec.model not in MODE_MODELS["sequence"]:
+        if spec.sequence_parallel is not None and spec.tp == 1:
+            raise SpecError("needs_axis", "sequence_parallel", spec.sequence_parallel, axis="tp")
+        if spec.sequence_parallel:
+            raise SpecError("model_of_mode", "model", spec.model, suggest=MODE_MODELS["sequence"], mode="sequence")
+        return spec
+    return spec.with_(sequence_parallel=bool(spec.sequence_parallel))
 
 
 def _check_expert_axis(spec: Spec) -> None:
@@ -219,7 +230,7 @@ def _check_shards(spec: Spec, layers: tuple[Layer, ...]) -> None:
     vocabulary = layers[-1].output[-1]
     gpt = {"heads": spec.heads, "context": spec.context, "vocabulary": vocabulary}
     sizes = gpt if spec.model == "gpt" else {"features": features}
-    if spec.mode != "sequence":
+    if spec.mode != "sequence" and not spec.sequence_parallel:
         sizes.pop("context", None)
     shared, ranks = math.gcd(*sizes.values()), degrees(spec)["tp"]
     if shared % ranks:

@@ -51,6 +51,7 @@ MODE_SETTINGS = {
         "cp": None,
         "ep": None,
         "tp": None,
+        "sequence_parallel": None,
         "attention": None,
         "balance": None,
         "microbatches": None,

@@ -105,6 +105,9 @@ class Spec:
     cp: int | None = _setting(None, "devices that each sequence is cut over", low=1, high=MAX_DEVICES)
     pp: int | None = _setting(None, "devices that the layers are dealt out to, as stages", low=1, high=MAX_DEVICES)
     ep: int | None = _setting(None, "devices that the experts are dealt out to", low=1, high=MAX_DEVICES)
+    sequence_parallel: bool | None = _setting(
+        None, "between the matrices that tensor ranks share, each of them has part of the tokens (a mesh with tp)"
+    )
     attention: str | None = _setting(
         None, "how attention gets the keys and values of other devices (context)", choices=ATTENTIONS
     )

@@ -32,6 +32,7 @@ SHORT = {"steps": 4, "device": "cpu"}
 GROUPED = ("all_gather", "reduce_scatter", "all_reduce")
 SUMS = {"embed": 1, "head": 4}  # all-reduces over tp, there and back; a block has two each way
 AXES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
+SEQUENCES = {"sequence_parallel": True}
 MOE = {"model": "moe", "experts": 8, "top_k": 2}
 
 
@@ -95,6 +96,24 @@ def test_without_a_pipeline_a_layer_is_gathered_for_each_way():
     }
 
 
+def test_tensor_ranks_that_share_out_tokens_gather_and_scatter_them_and_hand_shards_to_the_next_stage():
+    """Of each sum an all-gather and a reduce-scatter are made; norms, which see some tokens, are summed once a step."""
+    settings = {"schedule": "1f1b", "microbatches": 4}
+    plain, shared = (
+        modes.plan(job_of({"pp": 2, "dp": 2, "tp": 2}, sequence_parallel=on, **settings)) for on in (False, True)
+    )
+    of_blocks = [[op for op in p.programs[0].ops if op.axis == "tp" and "block" in op.part] for p in (plain, shared)]
+    kinds = [Counter(op.kind for op in ops if op.microbatch is not None) for ops in of_blocks]
+    blocks = sum(plain.layers[i].startswith("block") for i in plain.programs[0].holds)
+    assert kinds[0] == {"all_reduce": 4 * 4 * blocks}
+    assert kinds[1] == {"all_gather": 4 * 4 * blocks, "reduce_scatter": 4 * 4 * blocks}
+    norms = [(op.part, op.bytes) for op in of_blocks[1] if op.microbatch is None]
+    assert norms == [(f"block{i}.norm{k}", 4 * HIDDEN) for i in range(1, blocks + 1) for k in (1, 2)]
+    sent = [{op.bytes for p in plan.programs for op in p.ops if op.kind == "send"} for plan in (plain, shared)]
+    whole = 4 * (16 // 2 // 4) * CONTEXT * HIDDEN
+    assert sent == [{whole}, {whole // 2}]
+
+
 def test_shards_of_a_dealt_out_context_meet_along_it():
     """Ranks of cp have the same shards and other tokens: they average each shard, and send keys and values round."""
     plan = modes.plan(job_of({"cp": 2, "fsdp": 2}))
@@ -153,6 +172,8 @@ def test_the_degree_that_is_left_out_is_filled_in_where_only_one_is():
         ({"devices": 8, "dp": 2, "ep": 4, **MOE, "experts": 6}, "devices_divide", ()),  # no other divisor makes eight
         ({"devices": 4, "ep": 4, **MOE, "experts": 6}, "devices_divide", (1, 2)),
         ({"devices": 4, "dp": 2, "fsdp": 2, **MOE}, "axis_of_model", (1,)),
+        ({"devices": 4, "fsdp": 4, "tp": 1, "sequence_parallel": True}, "needs_axis", ()),
+        ({"devices": 8, "tp": 8, "heads": 8, "context": 12, "sequence_parallel": True}, "devices_divide", ()),
         ({"devices": 4, "ep": 4}, "model_of_mode", ("moe",)),
         ({"devices": 8, "dp": 2, "ep": 4, **MOE, "global_batch": 12}, "batch_by_replicas", (8, 16)),
     ],
@@ -243,6 +264,12 @@ def _words(order: list) -> list[str]:
         ("hybrid", {"fsdp": 8, "tp": 8}, 33, {}),
         ("hybrid", {"dp": 4, "fsdp": 32, "tp": 8}, 517, {"clip": 1.0}),
         ("hybrid", {"pp": 4, "fsdp": 4, "tp": 4}, 22, {"microbatches": 4, "clip": 1.0}),
+        (
+            "hybrid",
+            {"pp": 4, "dp": 2, "fsdp": 1, "tp": 8},
+            41,
+            {"microbatches": 4, "clip": 1.0, "sequence_parallel": True},
+        ),
         ("hybrid", {"pp": 4, "dp": 2, "fsdp": 16, "tp": 8}, 1000, {"schedule": "zbv", "layers": 6, "microbatches": 2}),
     ],
 )
@@ -309,6 +336,10 @@ def _padded(parameters) -> int:
         ({"cp": 2, "fsdp": 2}, {"attention": "all_gather", "balance": "none", "clip": 0.1}),
         ({"fsdp": 2, "tp": 2, "pp": 2}, {"schedule": "interleaved_1f1b"}),
         ({"fsdp": 2, "tp": 2, "pp": 2}, {"schedule": "zbv", "model": "mlp", "layers": 5}),
+        ({"tp": 2, "pp": 2}, {"schedule": "1f1b", "sequence_parallel": True}),
+        ({"tp": 2, "fsdp": 2}, {"clip": 0.1, "sequence_parallel": True}),
+        ({"tp": 2, "pp": 2}, {"schedule": "zbv", "sequence_parallel": True, "clip": 0.1}),
+        ({"tp": 2, "pp": 2, "fsdp": 2}, {"schedule": "interleaved_1f1b", "sequence_parallel": True}),
     ],
 )
 def test_a_mesh_equals_one_device_and_does_what_was_planned(degrees, settings, launcher, runs_dir):

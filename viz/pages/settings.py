@@ -11,7 +11,7 @@ from engine.cost.machine import MACHINES
 from engine.job import Job
 from engine.plan import AXES
 from engine.rules import SpecError
-from engine.settings import CONTEXT_SETTINGS, MODEL_AXES, MODEL_DATASETS, PIPELINE_SETTINGS
+from engine.settings import CONTEXT_SETTINGS, MODE_MODELS, MODEL_AXES, MODEL_DATASETS, PIPELINE_SETTINGS
 from engine.spec import MODELS, MODES, parse_text, type_of
 from viz import locales
 from viz.locales import LANGUAGES, Catalogue
@@ -31,6 +31,7 @@ ROWS = (
     ("receives",),
     ("accumulate", "sync_every"),
     ("sync_every_microstep",),
+    ("sequence_parallel",),
     ("attention", "balance"),
     ("bucket_mb",),
     ("compress", "compress_rank"),
@@ -106,6 +107,8 @@ def _idle(name: str, asked: Asked, job: Job) -> bool:
         return job.microsteps == 1
     if asked.mode == "hybrid" and name in AXES:
         return name not in MODEL_AXES.get(asked.model, MODEL_AXES[""])
+    if asked.mode == "hybrid" and name == "sequence_parallel":
+        return job.degree("tp") == 1 or job.spec.model not in MODE_MODELS["sequence"]
     if asked.mode == "hybrid" and name in PIPELINE_SETTINGS:
         return job.degree("pp") == 1
     return asked.mode == "hybrid" and name in CONTEXT_SETTINGS and job.degree("cp") == 1

@@ -8,14 +8,16 @@ from collections import Counter
 from collections.abc import Iterable
 
 from engine.job import Job
-from engine.modes.tensor.shards import styles
+from engine.modes.tensor.shards import norms_of, styles
 from engine.plan import Mesh
 from engine.shapes import Layer
 
 
 def norm_sums(job: Job, mesh: Mesh, layers: Iterable[Layer]) -> list[tuple[str, int]]:
     """(axis, how many numbers), in order. Replicas of a shard have the same norm, and sum nothing."""
-    cut = styles(job)
+    cut = set(styles(job))
+    if job.spec.sequence_parallel:  # tensor ranks have them whole, and other tokens
+        cut |= {f"{layer.name}.{norm}" for layer in job.layers for norm in norms_of(layer)}
     names = [f"{layer.name}.{name}" for layer in layers for name, _ in layer.params]
     alike = Counter(name.rpartition(".")[0] in cut for name in names)  # in the order in which they are met
     sums = [

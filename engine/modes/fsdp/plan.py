@@ -38,7 +38,7 @@ def passes_twice(job: Job, mesh: Mesh, units: Sequence[chain.Unit]) -> tuple[Pas
     def passes(synced: bool) -> list[Op]:
         ops = [*forward(job, mesh, units), *gathers[-1]]
         for unit, ahead in zip(reversed(units), reversed(following), strict=True):
-            ops += [*ahead, *unit.backward, *(reduce(unit.layer, job, mesh) if synced else ())]
+            ops += [*ahead, *unit.backward, *(reduce(unit, job, mesh) if synced else ())]
         return ops
 
     ranks = mesh.degree("fsdp")
@@ -59,6 +59,11 @@ def forward(job: Job, mesh: Mesh, units: Sequence[chain.Unit]) -> list[Op]:
     return [*gathers[0], *(op for new, unit in zip(ahead, units, strict=True) for op in (*new, *unit.forward))]
 
 
+def is_shared(mesh: Mesh) -> bool:
+    """Whether ranks share layers, or average their gradients: then FSDP does it."""
+    return any(axis in mesh.axes for axis in ("fsdp", *REPLICATED))
+
+
 def overlaps(job: Job) -> bool:
     """Whether ranks have devices of their own, with streams for communication."""
     return machine(job.spec.machine).cores == 0
@@ -71,9 +76,9 @@ def gather(layer: Layer, job: Job, mesh: Mesh) -> list[Op]:
     return [_collective("all_gather", layer, "weights", "fsdp", size, job)] if ranks > 1 else []
 
 
-def reduce(layer: Layer, job: Job, mesh: Mesh) -> list[Op]:
+def reduce(unit: chain.Unit, job: Job, mesh: Mesh) -> list[Op]:
     """Gradients to their shards, and on a mesh with replicas each shard with its like, even where there is just one."""
-    ranks, ops = mesh.degree("fsdp"), []
+    layer, ranks, ops = unit.layer, mesh.degree("fsdp"), [*unit.sums]
     if ranks > 1:
         ops.append(_collective("reduce_scatter", layer, "gradient", "fsdp", gathered_bytes(layer, ranks), job))
     axes = [axis for axis in REPLICATED if axis in mesh.axes]

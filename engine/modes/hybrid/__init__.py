@@ -29,8 +29,9 @@ LESSON = Lesson(
         ),
         Step(
             "Passes and sums",
-            "Each rank computes its part, and tensor ranks add their parts up by all-reduces along tp.",
-            kinds=(*PASSES, "all_reduce"),
+            "Each rank computes its part, and tensor ranks add their parts up by all-reduces along tp; with "
+            "sequences parallel too, by reduce-scatters, and gather tokens again.",
+            kinds=(*PASSES, "all_reduce", "reduce_scatter", "all_gather"),
             axis="tp",
         ),
         Step(

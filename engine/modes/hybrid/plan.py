@@ -1,31 +1,20 @@
 """A job on a mesh of several axes -> its plan, put together from what the modes of its axes do.
 
-Layers are cut for tensor ranks, and what is left of them sharded over fsdp and replicated over dp. In a pipeline a
-stage works on many microbatches, so its layers stay gathered until the last is through, and its gradients add up: they
-are reduced once (PipelineStage leaves FSDP's own reductions out). Any other way, a backward in two halves would lose
-its gradients, since FSDP puts other parameters in the place of those that the first half knew.
+Layers are cut for tensor ranks, and what is left of them sharded over fsdp and replicated over dp; or, in a pipeline,
+dealt out to stages first.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import count
 
-from engine import chain, schedules
+from engine import chain
 from engine.job import Job
 from engine.modes.expert import plan as expert
-from engine.modes.fsdp.plan import gather, gathering_twice, reduce, shard_of, sharing
-from engine.modes.fsdp.units import gathered_bytes
+from engine.modes.fsdp.plan import gathering_twice, is_shared, sharded
+from engine.modes.hybrid.cuts import units_of
 from engine.modes.hybrid.dealt import dealt_out
-from engine.modes.pipeline.memory import beside
-from engine.modes.pipeline.plan import ONE_STAGE, load, samples_of
-from engine.modes.tensor import plan as tensor
-from engine.modes.tensor.cuts import units
+from engine.modes.hybrid.stages import in_stages
 from engine.modes.tensor.shards import held
-from engine.plan import AXES, Mesh, Op, Plan
-from engine.schedules import Action, messages
-from engine.schedules.gathers import add_gathers
-
-Passes = dict[tuple[str, int], Sequence[Op]]  # (kind, stage) -> its ops
+from engine.plan import AXES, Mesh, Plan
 
 
 def plan(job: Job, step: int) -> Plan:
@@ -36,7 +25,8 @@ def plan(job: Job, step: int) -> Plan:
         return in_stages(job, mesh)
     if job.degree("cp") > 1:
         return dealt_out(job, mesh)
-    return gathering_twice(job, mesh, units(job, held(job), job.local_batch, tensor.forward, tensor.backward))
+    units = units_of(job, held(job), job.local_batch)
+    return gathering_twice(job, mesh, units) if is_shared(mesh) else alone(job, mesh, units)
 
 
 def mesh_of(job: Job) -> Mesh:
@@ -45,96 +35,8 @@ def mesh_of(job: Job) -> Mesh:
     return Mesh(tuple(axes), tuple(job.degree(axis) for axis in axes))
 
 
-def in_stages(job: Job, mesh: Mesh) -> Plan:
-    spec, layers, samples = job.spec, held(job), samples_of(job)
-    shape = (spec.schedule, job.degree("pp"), spec.stages_per_rank)
-    placement, pipelines = schedules.placement(*shape), schedules.pipelines(*shape)
-    rank_of = schedules.ranks_of(placement)
-    ends = [tensor.output_of(job, layers[stage[-1]]) for stage in job.stage_layers]
-    sizes = {stage: layer.output_bytes * samples for stage, layer in enumerate(ends)}
-    order = schedules.order(spec.schedule, job.degree("pp"), spec.microbatches, spec.stages_per_rank)
-    rows = messages.add_late(order if spec.schedule in ONE_STAGE else add_gathers(order), pipelines)
-    programs, roles = [], []
-    for rank, stages in enumerate(placement):
-        stage_of = {i: stage for stage in stages for i in job.stage_layers[stage]}
-        kept = {i: layers[i] for i in sorted(stage_of)}
-        passes: Passes = {}
-        for stage in stages:
-            passes |= _passes(job, mesh, stage, sizes[stage])
-        row = _gathering_first(rows[rank], passes) if spec.schedule in ONE_STAGE else rows[rank]
-        before = load(job, stages, pipelines)
-
-        def ops(update: Sequence[Op], row=row, passes=passes, before=before) -> Sequence[Op]:
-            return messages.unrolled(row, passes, sizes, rank_of, before=before, after=update)
-
-        several = tuple(stage_of[i] for i in kept) if len(stages) > 1 else ()
-        new, shards = sharing(job, mesh, kept, ops, _memory(job, mesh, kept) | beside(job, stages, pipelines), several)
-        roles.append([len(programs) + i for i in shards])
-        programs += new
-    of_rank = (roles[mesh.coordinate(rank, "pp")][shard_of(mesh, rank)] for rank in range(mesh.size))
-    return Plan(mesh, tuple(programs), tuple(of_rank), tuple(layer.name for layer in layers))
-
-
-def _passes(job: Job, mesh: Mesh, stage: int, sent: int) -> Passes:
-    """What a stage does for a microbatch, and once in a step.
-
-    A backward's two halves share its FLOPs; the weights' half needs nobody. A first stage leaves all to that half. The
-    runtime of schedules gathers a stage in the background.
-    """
-    whole = held(job)
-    layers = [whole[i] for i in job.stage_layers[stage]]
-    cut = units(job, layers, samples_of(job), tensor.forward, tensor.backward, stage=stage)
-    if stage < len(job.stages) - 1:  # its output is kept by who gets it (`beside`)
-        cut[-1] = replace(cut[-1], forward=_without(cut[-1].forward, sent))
-    backward = [op for unit in reversed(cut) for op in unit.backward]
-    halves = [replace(op, flops=op.flops // 2, bytes=op.bytes // 2) if op.is_compute else op for op in backward]
-    total, half = (chain.whole_stage([op for op in ops if op.is_compute]) for ops in (backward, halves))
-    weights = replace(total, kind="backward_weight", flops=total.flops - half.flops, bytes=total.bytes - half.bytes)
-    nothing = replace(half, kind="backward_input", flops=0, bytes=0)
-    first = stage == 0
-    gathers = [[*gather(unit.layer, job, mesh)] for unit in cut]
-    passes: Passes = {
-        ("forward", stage): [op for unit in cut for op in unit.forward],
-        ("backward", stage): backward,
-        ("backward_input", stage): [nothing] if first else _renamed(halves, "backward_input"),
-        ("backward_weight", stage): _renamed(backward, "backward_weight") if first else [weights],
-        ("unshard", stage): [replace(op, asynchronous=True) for ops in gathers for op in ops],
-        ("reshard", stage): [],
-        ("reduce_grad", stage): [op for unit in cut for op in reduce(unit.layer, job, mesh)],
-    }
-    for i, unit, ops in zip(count(), cut, gathers, strict=False):  # layer by layer
-        passes |= {(f"gather {i}", stage): ops, (f"forward {i}", stage): unit.forward}
-    return passes
-
-
-def _without(ops: Sequence[Op], sent: int) -> tuple[Op, ...]:
-    """The forward of a layer that does not keep as many bytes of what it made: the last piece that kept so much."""
-    last = max((i for i, op in enumerate(ops) if op.saved >= sent), default=None)
-    return tuple(replace(op, saved=op.saved - sent) if i == last else op for i, op in enumerate(ops))
-
-
-def _renamed(ops: Sequence[Op], kind: str) -> list[Op]:
-    return [replace(op, kind=kind) if op.is_compute else op for op in ops]
-
-
-def _gathering_first(actions: Sequence[Action], passes: Passes) -> list[Action]:
-    """The first microbatch finds each layer sharded, and gathers it; gradients are reduced after everything else."""
-    row, stage = [], next(action.stage for action in actions if action.kind == "forward")
-    layers = [i for i in range(len(passes)) if (f"gather {i}", stage) in passes]
-    first = True
-    for action in actions:
-        if action.kind != "forward":
-            row.append(action)
-            continue
-        for i in layers:
-            row += [Action(f"gather {i}", stage, None)] if first else []
-            row.append(Action(f"forward {i}", stage, action.microbatch))
-        first = False
-    return [*row, Action("reduce_grad", stage, None)]
-
-
-def _memory(job: Job, mesh: Mesh, kept: dict) -> dict[str, int]:
-    """Layers that are whole until the step ends, and gradients of their size, where there is a mesh to share them."""
-    shared = any(axis in mesh.axes for axis in ("dp", "fsdp"))
-    size = sum(gathered_bytes(layer, mesh.degree("fsdp")) for layer in kept.values())
-    return {"gathered": 2 * size if shared else 0}
+def alone(job: Job, mesh: Mesh, units: Sequence[chain.Unit]) -> Plan:
+    """Tensor ranks without replicas."""
+    ops = [op for unit in units for op in unit.forward] + [op for unit in reversed(units) for op in unit.backward]
+    ops += [op for unit in units for op in unit.sums]
+    return sharded(job, mesh, units, lambda synced: ops, gathered=0)

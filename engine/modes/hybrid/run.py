@@ -1,8 +1,5 @@
 """A job on one DeviceMesh of all its axes, under the PyTorch classes that belong to them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
@@ -12,16 +9,18 @@ from engine.modes.context.run import deal_out
 from engine.modes.expert.plan import all_ranks
 from engine.modes.expert.run import replicated
 from engine.modes.fsdp.run import shard_layers
+from engine.modes.hybrid.cuts import output_of, parts
 from engine.modes.hybrid.plan import mesh_of
 from engine.modes.pipeline.run import Pipeline
-from engine.modes.tensor.plan import output_of, parts
-from engine.modes.tensor.run import TensorTraining, cut_layers, lay_out_gradients, layouts
+from engine.modes.sequence import run as sequence
+from engine.modes.tensor import run as tensor
+from engine.modes.tensor.run import TensorTraining, cut_layers, lay_out_gradients
 from engine.modes.tensor.shards import held
 from engine.plan import AXES
 from engine.real import models
 from engine.real.data import Batches
 from engine.real.functional import announce
-from engine.real.marked_stage import MarkedStage
+from engine.real.layered_stage import LayeredStage
 from engine.real.recorder import Pass
 from engine.real.training import Place, Training, forget_forward
 
@@ -49,7 +48,8 @@ def distribute(chain: models.Chain, job: Job, mesh: DeviceMesh, *, reshard_after
     """Layers cut for tensor ranks, and what this rank has of them sharded over fsdp and replicated over dp."""
     if job.degree("tp") > 1:
         here = [name for name, _ in chain.named_children()]
-        cut_layers(chain, mesh["tp"], {n: layout for n, layout in layouts(job).items() if n.split(".")[0] in here})
+        layouts = (sequence if job.spec.sequence_parallel else tensor).layouts(job)
+        cut_layers(chain, mesh["tp"], {n: layout for n, layout in layouts.items() if n.split(".")[0] in here})
     if job.degree("cp") > 1:
         replicated = _turned(mesh, "cp", "fsdp")
         shard_layers(chain, replicated, replicas="cp", reshard_after_forward=reshard_after_forward)
@@ -68,38 +68,6 @@ def _own_storage(chain: models.Chain, inputs: tuple, output: torch.Tensor) -> to
     """A stage's output is detached in place after the first half of its backward, which torch does to no view; and the
     part of an output that a tensor rank has is one."""
     return output.clone() if output._is_view() else output
-
-
-class LayeredStage(MarkedStage):
-    """A stage whose layers are marked one by one, since there is communication between them.
-
-    The weights' half of a backward cannot be told apart by layers, and waits for nobody. A first stage leaves all of
-    its backward to that half.
-    """
-
-    def begin_forward(self, chunk: int) -> None:
-        super().begin_forward(chunk)
-        self.recorder.stage, self.recorder.microbatch = self.stage_index, chunk
-
-    def end_forward(self) -> None:
-        if passed := self.submod.passed:
-            passed.end_forward()
-            self.passes[self.chunk] = passed
-
-    @contextmanager
-    def going_back(self, kind: str, chunk: int) -> Iterator[None]:
-        self.recorder.stage, self.recorder.microbatch = self.stage_index, chunk
-        passed = None if self.is_first and kind == "backward_input" else self.passes.pop(chunk, None)
-        self.submod.passed = passed
-        if passed is None:
-            with super().going_back(kind, chunk):
-                yield
-            return
-        passed.kind = kind
-        passed.begin_backward()
-        yield
-        passed.end_backward()
-        self.submod.passed = None
 
 
 class MeshPipeline(Pipeline):

@@ -9,11 +9,14 @@ forward but one.
 from collections.abc import Sequence
 
 from engine.job import Job
+from engine.shapes import Layer
 
 
-def beside(job: Job, stages: Sequence[int], pipelines: list[range]) -> dict[str, int]:
+def beside(job: Job, stages: Sequence[int], pipelines: list[range], ends: Sequence[Layer] = ()) -> dict[str, int]:
+    """`ends`: the last piece of each stage as a rank computes it, where that is not a whole layer."""
     spec = job.spec
-    sizes = [layers[-1].output_bytes * job.local_batch for layers in job.stages]
+    ends = ends or [layers[-1] for layers in job.stages]
+    sizes = [last.output_bytes * job.local_batch for last in ends]
     received = outputs = 0
     for pipeline in pipelines:
         for stage in set(stages) & set(pipeline):

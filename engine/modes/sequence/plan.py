@@ -11,15 +11,13 @@ import math
 from engine.job import Job
 from engine.modes.tensor.cuts import Cut, collective
 from engine.modes.tensor.plan import assemble, loss, names_of
-from engine.modes.tensor.shards import piece
+from engine.modes.tensor.shards import norms_of, piece
 from engine.plan import Op, Plan
 from engine.shapes import FP32, Layer, norm_saved
 
 
 def plan(job: Job, step: int) -> Plan:
-    norms = [f"{layer.name}.{norm}" for layer in job.layers[1:-1] for norm in ("norm1", "norm2")]
-    size = job.item * job.spec.hidden
-    return assemble(job, forward, backward, [_norm_gradient(name, size) for name in (*norms, "head.norm")])
+    return assemble(job, forward, backward, [op for layer in job.layers for op in norm_gradients(layer)])
 
 
 def parts(job: Job, kind: str, name: str) -> tuple[str, ...]:
@@ -27,8 +25,11 @@ def parts(job: Job, kind: str, name: str) -> tuple[str, ...]:
     return names_of(job, forward if kind == "forward" else backward, name)
 
 
-def _norm_gradient(name: str, size: int) -> Op:
-    return Op(kind="all_reduce", part=name, payload="gradient", axis="tp", bytes=size)
+def norm_gradients(layer: Layer) -> tuple[Op, ...]:
+    """The sums of a layer's norms' gradients, in the order of its parameters."""
+    sizes = {f"{layer.name}.{norm}": layer.item * math.prod(shape) for norm, shape in norms_of(layer).items()}
+    known = {"kind": "all_reduce", "payload": "gradient", "axis": "tp"}
+    return tuple(Op(part=name, bytes=size, **known) for name, size in sizes.items())
 
 
 def forward(job: Job, layer: Layer) -> Cut:

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import (
 from engine.job import Job
 from engine.modes.sequence.plan import parts
 from engine.modes.tensor.run import LOGITS, TensorTraining, parallel_chain
-from engine.modes.tensor.shards import styles
+from engine.modes.tensor.shards import norms_of, styles
 from engine.real import models
 from engine.real.data import Batches
 from engine.real.training import Place
@@ -21,17 +21,20 @@ CONTEXT = Shard(1)  # of [N, context, hidden]
 
 
 def training(job: Job, place: Place) -> TensorTraining:
-    cut = styles(job)
-    plan: dict[str, ParallelStyle] = (
-        {}
-        if not cut
-        else {
-            # [context, hidden], which is whole on every rank, to this rank's part of the context
-            "embed.position": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0)),
-            "block*.norm*": SequenceParallel(),
-            "head.norm": SequenceParallel(),
-        }
-    )
+    chain = parallel_chain(job, place, layouts(job))
+    place.recorder.parts = lambda kind, layer: parts(job, kind, layer)
+    optimizer = models.make_optimizer(job, chain.parameters())
+    return TensorTraining(job, place, chain, chain, Batches(job, 0, 1, place.device), optimizer)
+
+
+def layouts(job: Job) -> dict[str, ParallelStyle]:
+    """Module name -> how its parameters, and the tokens that come in and go out, lie on the ranks."""
+    cut, norms = styles(job), [f"{layer.name}.{norm}" for layer in job.layers for norm in norms_of(layer)]
+    if not cut:
+        return {}
+    # [context, hidden], which is whole on every rank, to this rank's part of the context
+    own_places = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0))
+    plan: dict[str, ParallelStyle] = {"embed.position": own_places} | {norm: SequenceParallel() for norm in norms}
     for name, style in cut.items():
         if style == "vocabulary":
             plan[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=CONTEXT)
@@ -39,7 +42,4 @@ def training(job: Job, place: Place) -> TensorTraining:
             plan[name] = ColwiseParallel(input_layouts=CONTEXT, **(LOGITS if name == "head.linear" else {}))
         else:
             plan[name] = RowwiseParallel(output_layouts=CONTEXT)
-    chain = parallel_chain(job, place, plan)
-    place.recorder.parts = lambda kind, layer: parts(job, kind, layer)
-    optimizer = models.make_optimizer(job, chain.parameters())
-    return TensorTraining(job, place, chain, chain, Batches(job, 0, 1, place.device), optimizer)
+    return plan

@@ -45,5 +45,7 @@ def collective(kind: str, part: str, size: int) -> Op:
 
 
 def _of_batch(op: Op, payload: str, samples: int, stage: int | None) -> Op:
-    """What is labelled already is not of samples: a weight's gradient."""
-    return op if op.payload else dataclasses.replace(op, payload=payload, bytes=op.bytes * samples, stage=stage)
+    """What is labelled already knows its bytes: those of a weight's gradient do not grow with the samples."""
+    if op.payload:
+        return dataclasses.replace(op, stage=stage)
+    return dataclasses.replace(op, payload=payload, bytes=op.bytes * samples, stage=stage)

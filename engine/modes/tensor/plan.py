@@ -50,7 +50,7 @@ def assemble(job: Job, forward: Way, backward: Way, after: Iterable[Op]) -> Plan
     return Plan(Mesh(("tp",), (ranks,)), (program,), (0,) * ranks, tuple(layer.name for layer in layers))
 
 
-def output_of(job: Job, layer: Layer) -> Layer:
+def output_of(job: Job, layer: Layer, forward: Way) -> Layer:
     """The last piece of a layer in forward: its output is what a rank passes on."""
     if job.degree("tp") == 1:
         return layer

@@ -28,6 +28,11 @@ def styles(job: Job) -> dict[str, str]:
     return {name: style for pair in pairs for name, style in zip(pair, ("column", "row"), strict=True)}
 
 
+def norms_of(layer: Layer) -> dict[str, tuple[int, ...]]:
+    """A layer's norms, and the shapes of their weights."""
+    return {name.split(".")[0]: shape for name, shape in layer.params if name.startswith("norm")}
+
+
 def parameters_in(job: Job, modules: Container[str]) -> int:
     """How many parameters these modules have."""
     names = [f"{layer.name}.{name}" for layer in job.layers for name, _ in layer.params]

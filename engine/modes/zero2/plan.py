@@ -16,7 +16,7 @@ def plan(job: Job, step: int) -> Plan:
     def passes(synced: bool) -> list[Op]:
         ops = forward(job, mesh, units)
         for unit in reversed(units):
-            ops += [*unit.backward, *(reduce(unit.layer, job, mesh) if synced else ())]
+            ops += [*unit.backward, *(reduce(unit, job, mesh) if synced else ())]
         return ops
 
     sizes = [gathered_bytes(layer, ranks) for layer in job.layers]
