@@ -14,8 +14,9 @@ PORT ?= 8501
 ARGS ?=
 # Compiled tests are kept, whatever the environment says: to compile them takes seconds.
 unexport PYTHONDONTWRITEBYTECODE
-# Side by side on all cores; browser tests of a file stay together, since they share what takes long to start.
-PYTEST := $(PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadgroup
+# Side by side, one more than there are cores, since a test often waits for processes of its own; browser tests of a file
+# stay together, since they share what takes long to start.
+PYTEST = $(PYTHON) -m pytest -n $$($(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))') --dist loadgroup
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from streamlit.testing.v1 import AppTest
 
 
@@ -23,3 +26,9 @@ def words(app: AppTest) -> str:
 
 def query(app: AppTest) -> dict[str, str]:
     return {name: value if isinstance(value, str) else value[-1] for name, value in app.query_params.items()}
+
+
+def charts(app: AppTest) -> list[dict[str, Any]]:
+    """The figures that stand still, in Plotly's JSON."""
+    found = [part.proto for part in app.get("bidi_component")]
+    return [json.loads(part.json)["figure"] for part in found if part.component_name == "lockstep_chart"]

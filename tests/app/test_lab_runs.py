@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from streamlit.testing.v1 import AppTest
 from engine import archive, checkpoints, launch
 from engine.job import prepare
 from engine.spec import Spec
-from tests.app.reading import query, words
+from tests.app.reading import charts, query, words
 
 Lab = Callable[..., AppTest]
 
@@ -252,8 +251,9 @@ def test_a_run_with_experts_shows_how_many_tokens_each_got(lab: Lab, record: Cal
     assert not app.exception
     assert "Tokens of each expert" in words(app)
     assert "planned from what the routers counted" in words(app)
-    drawn = [json.loads(chart.proto.spec) for chart in app.get("plotly_chart")]
-    assert [300, 0, 12, 200] in [figure["data"][0]["y"][:4] for figure in drawn if figure["data"][0]["type"] == "bar"]
+    assert [300, 0, 12, 200] in [
+        figure["data"][0]["y"][:4] for figure in charts(app) if figure["data"][0]["type"] == "bar"
+    ]
     assert "Tokens of each expert" not in words(lab(f"run={record(Spec(mode='ddp')).name}"))
 
 

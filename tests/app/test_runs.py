@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from streamlit.testing.v1 import AppTest
 
 from engine import archive
 from engine.spec import Spec
+from tests.app.reading import charts
 
 
 def page(runs_dir: str) -> None:
@@ -73,7 +73,7 @@ def test_ticked_runs_stand_side_by_side_with_the_settings_in_which_they_differ(
     assert rows[":gray[Step time]"] == ["66 s", "42 s"]  # twice the predicted 3 s x (M + 4 - 1)
     assert [":red" in badge for badge in rows[":gray[Parity]"]] == [True, False]
     assert ":gray[Devices]" not in rows
-    figure = json.loads(app.get("plotly_chart")[0].proto.spec)
+    (figure,) = charts(app)
     assert [curve["name"] for curve in figure["data"]] == [other.name, one.name]
     assert len({curve["line"]["dash"] for curve in figure["data"]}) == 2
 

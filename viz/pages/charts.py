@@ -9,6 +9,7 @@ import streamlit as st
 
 from engine.modes import FIRST_STEADY_STEP
 from engine.timeline import Timeline
+from viz import player
 from viz.figures.compare import compare_info, plot_compare
 from viz.figures.experts import experts_info, plot_experts
 from viz.figures.losses import plot_losses, result_losses
@@ -18,8 +19,6 @@ from viz.pages.prediction import Shown
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-
-CONFIG = {"displayModeBar": False, "showSendToCloud": False, "displaylogo": False}
 
 
 def show_charts(result: Mapping[str, Any], shown: Shown, measured: Timeline | None, text: Catalogue) -> None:
@@ -46,9 +45,7 @@ def show_memory(shown: Shown, measured: Sequence[Mapping[str, int]] | None, text
 
 def _show(title: str, figure: go.Figure, key: str) -> None:
     st.markdown(f"##### {title}")
-    figure.update_layout(font_family=st.get_option("theme.font"))
-    # Its own colours, which are readable in the light and in the dark.
-    st.plotly_chart(figure, key=key, theme=None, config=CONFIG, alt=title)
+    player.chart(figure, key=key, alt=title)
 
 
 @st.cache_resource(max_entries=16, show_spinner=False)

@@ -10,9 +10,9 @@ import streamlit as st
 
 from engine import archive
 from engine.spec import Spec, SpecError
+from viz import player
 from viz.figures.losses import plot_losses, result_losses
 from viz.locales import Catalogue
-from viz.pages.charts import CONFIG
 from viz.pages.numbers import NOTHING, duration, percent
 from viz.pages.settings import escape
 from viz.pages.state import filled
@@ -37,9 +37,8 @@ def show_comparison(folders: list[Path], text: Catalogue) -> None:
             if result.get("losses")
         }
         if curves:
-            figure = plot_losses(curves, text)
-            figure.update_layout(font_family=st.get_option("theme.font"))
-            st.plotly_chart(figure, key="comparison-losses", theme=None, config=CONFIG, alt=text("charts.losses"))
+            player.load()
+            player.chart(plot_losses(curves, text), key="comparison-losses", alt=text("charts.losses"))
 
 
 def _show_row(name: str, values: list[str]) -> None:

@@ -1,4 +1,8 @@
-"""A payload -> the player on a Streamlit page (`show`), or a standalone page that plays offline (`page`)."""
+"""A payload -> the player on a Streamlit page (`show`), or a standalone page that plays offline (`page`); and a figure
+that stands still -> a chart beside it (`chart`).
+
+All are drawn by one plotly.js. Streamlit's own st.plotly_chart would load a second one: a third of a page's load.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,15 @@ import html
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from viz.theme import THEME as THEME_COLOURS
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 HERE = Path(__file__).parent
+PLAYER = ("plotly.js", "svg.js", "telling.js", "player.js")
 
 # The theme of an exported page: the names are those that Streamlit gives its own colours.
 THEME = """:root { color-scheme: light dark; --st-text-color: #1B2530; --st-background-color: #FBFCFD;
@@ -27,26 +37,46 @@ def show(payload: dict[str, Any], key: str, height: int | None = None) -> None:
 
     A rerun with the same `key` and an equal payload leaves a playing animation alone.
     """
-    loader, player = _components()
-    # plotly.js travels once a session, then as a hash: Streamlit sends a component's code only when it is new.
-    loader(key="lockstep-plotly", height=1)
-    player(key=key, data=payload, **({} if height is None else {"height": height}))
+    load()
+    size = {} if height is None else {"height": height}
+    _component("player", PLAYER, "player.css")(key=key, data=payload, **size)
+
+
+def load() -> None:
+    """Bring plotly.js to the running Streamlit page: once in a script run that draws with it.
+
+    It travels once a session, then as a hash: Streamlit sends a component's code only when it is new.
+    """
+    _loader()(key="lockstep-plotly", height=1)
+
+
+def chart(figure: go.Figure, key: str, alt: str) -> None:
+    """Draw `figure` on a page that has `load`ed. `alt` says what it is to those who cannot see it."""
+    plain = json.loads(figure.to_json())
+    payload = {"figure": {"data": plain["data"], "layout": plain["layout"]}, "theme": THEME_COLOURS, "alt": alt}
+    _component("chart", ("plotly.js", "chart.js"), None)(key=key, data=payload, height=plain["layout"]["height"])
 
 
 @functools.cache
-def _components() -> tuple[Any, Any]:
+def _loader() -> Any:
     import plotly.offline
     import streamlit.components.v2 as components
 
     plotly_js = plotly.offline.get_plotlyjs() + "\nexport default function () {}\n"
-    loader = components.component("lockstep_plotly", js=plotly_js, isolate_styles=False)
-    player = components.component("lockstep_player", js=_script(), css=_read("player.css"), isolate_styles=False)
-    return loader, player
+    return components.component("lockstep_plotly", js=plotly_js, isolate_styles=False)
 
 
-def _script() -> str:
-    """The player as one module, since a component is given as one text."""
-    return "\n".join(map(_read, ("svg.js", "telling.js", "player.js")))
+@functools.cache
+def _component(name: str, scripts: tuple[str, ...], css: str | None) -> Any:
+    import streamlit.components.v2 as components
+
+    style = {} if css is None else {"css": _read(css)}
+    return components.component(f"lockstep_{name}", js=_script(scripts), **style, isolate_styles=False)
+
+
+def _script(names: tuple[str, ...] = PLAYER) -> str:
+    """One module, since a component is given as one text."""
+    return "\n".join(map(_read, names))
 
 
 def _read(name: str) -> str:

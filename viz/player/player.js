@@ -8,7 +8,6 @@ const ICONS = {
   full: "M2 2H7V4H4V7H2ZM9 2H14V7H12V4H9ZM2 9H4V12H7V14H2ZM12 9H14V14H9V12H12Z",
   repeat: "M8 2.5A5.5 5.5 0 1 0 13.5 8H11.8A3.8 3.8 0 1 1 8 4.2V6.6L12.4 3.3L8 0Z",
 };
-const CONFIG = { displaylogo: false, showSendToCloud: false, displayModeBar: false, responsive: false, doubleClick: "reset" };
 const HOLD = 0.9; // seconds that the clock stands at the end of a training step
 const CLICK = 4; // pixels: what moves less is a click
 const icon = (name) => `<svg viewBox="0 0 16 16" width="18" height="18" fill="currentColor" aria-hidden="true"><path d="${ICONS[name]}"/></svg>`;
@@ -24,12 +23,6 @@ export default function (component) {
 
 export function mountPlayer(root, payload) {
   (root.player ??= new Player(root)).show(payload);
-}
-
-// A component of its own brings plotly.js, once a page; it may still be on its way.
-async function plotlyLoaded() {
-  for (let i = 0; !window.Plotly && i < 600; i++) await new Promise((done) => setTimeout(done, 50));
-  if (!window.Plotly) throw new Error("plotly.js did not load");
 }
 
 class Player {
@@ -90,13 +83,7 @@ class Player {
     this.prepare();
     this.label();
     this.rail.build(payload);
-    // A copy, as Plotly writes into what it is given; with stand-in colours replaced by those of the theme.
-    let text = JSON.stringify(payload.figure);
-    for (const [standin, name] of Object.entries(payload.theme))
-      text = text.replaceAll(`"${standin}"`, `"${theme.getPropertyValue(name).trim() || standin}"`);
-    const { data, layout } = JSON.parse(text);
-    layout.autosize = true;
-    layout.font.family = theme.fontFamily;
+    const { data, layout } = themed(payload, theme);
     this.plain = layout.height; // given to the element instead, so that it can grow on a full screen
     delete layout.height;
     this.figure_.style.height = `${this.plain}px`;
