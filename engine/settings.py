@@ -142,9 +142,9 @@ CONTEXT_SETTINGS = ("attention", "balance")  # of a mesh with cp
 TORCH_FLOOR = (2, 11)  # the oldest that runs are tested with
 # What gloo could not do before torch 2.8 (pytorch#149869).
 REDUCE_SCATTER_MODES = ("zero2", "fsdp", "hsdp", "sequence", "hybrid")
-PLANNED_ONLY = ("zb_h2", "dualpipe")  # schedules that PyTorch does not have
+PLANNED_ONLY = ("zb_h2", "zb_2p", "dualpipe")  # schedules that PyTorch does not have
 MAX_RING = 64  # ranks: every one takes as many turns, in every layer
-SPLIT_BACKWARD = ("interleaved_zero_bubble", "zb_h2", "zbv", "dualpipev", "dualpipe")  # a backward is two ops
+SPLIT_BACKWARD = ("interleaved_zero_bubble", "zb_h2", "zb_2p", "zbv", "dualpipev", "dualpipe")  # a backward is two ops
 SEVERAL_STAGES = 2  # on a device, where the schedule leaves it open
 LEARNING_RATES = {"sgd": 0.05, "adamw": 0.002}
 DEFAULT_STEPS = 20

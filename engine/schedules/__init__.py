@@ -31,6 +31,7 @@ TABLE = {
     "interleaved_1f1b": Shape("interleaved_1f1b", LOOP, None),
     "interleaved_zero_bubble": Shape("interleaved_zero_bubble", LOOP, None),
     "zb_h2": Shape("zb_h2", LOOP, 1),
+    "zb_2p": Shape("zb_2p", LOOP, 1),
     "zbv": Shape("zbv", V_SHAPE, 2),
     "dualpipev": Shape("dualpipev", V_SHAPE, 2),
     "dualpipe": Shape("dualpipe", V_SHAPE, 2),

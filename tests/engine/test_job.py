@@ -114,6 +114,7 @@ REAL = ("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bub
     ("settings", "suggest"),
     [
         ({"schedule": "zb_h2"}, REAL),
+        ({"schedule": "zb_2p"}, REAL),
         ({"schedule": "dualpipe"}, REAL),
         ({"schedule": "zb_h2", "devices": 4}, ("gpipe", "1f1b")),  # the cnn has four layers
         ({"schedule": "dualpipe", "microbatches": 4, "devices": 2, "stages_per_rank": 2}, REAL[2:]),

@@ -68,7 +68,7 @@ def test_what_each_schedule_holds_at_most_is_what_its_paper_says(schedule):
     docs/decisions/schedules.md."""
     most = {
         "gpipe": 8, "1f1b": 4, "looped_bfs": 16, "interleaved_1f1b": 4 + 6 + 1, "interleaved_zero_bubble": 8,
-        "zb_h2": 7, "zbv": 8, "dualpipev": 9, "dualpipe": 5,
+        "zb_h2": 7, "zb_2p": 8, "zbv": 8, "dualpipev": 9, "dualpipe": 5,
     }  # fmt: skip
     plan = modes.plan(prepare(Spec(mode="pipeline", schedule=schedule, devices=4, microbatches=8, **SEVERAL)))
     held = highest = 0
@@ -82,14 +82,16 @@ def test_what_each_schedule_holds_at_most_is_what_its_paper_says(schedule):
     ("schedule", "idle"),
     [
         ("gpipe", 9), ("1f1b", 9), ("looped_bfs", 9), ("interleaved_1f1b", 9), ("interleaved_zero_bubble", 3),
-        ("zb_h2", 3), ("zbv", 3), ("dualpipev", 6), ("dualpipe", 2),
+        ("zb_h2", 3), ("zb_2p", 3), ("zbv", 3), ("dualpipev", 6), ("dualpipe", 2),
     ],
 )  # fmt: skip
 def test_a_step_takes_its_work_and_the_idle_time_of_its_schedule(schedule, idle):
     """P = 4, M = 16, each pass and each half of a backward 1 s: the table in docs/decisions/schedules.md, whose orders
     have no messages. With them, which take no time here, it is the same."""
     spec = Spec(mode="pipeline", schedule=schedule, devices=4, microbatches=16, machine="unit", **SEVERAL)
-    stages = 1 if schedule in ("gpipe", "1f1b", "zb_h2", "dualpipe") else 2  # that each microbatch sees on a rank
+    stages = (
+        1 if schedule in ("gpipe", "1f1b", "zb_h2", "zb_2p", "dualpipe") else 2
+    )  # that each microbatch sees on a rank
     assert predict(spec).step_time == 16 * 3 * stages + idle
 
 

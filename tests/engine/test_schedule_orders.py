@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from engine import schedules
-from engine.schedules import Action, csv_form, messages
+from engine.schedules import Action, csv_form, messages, zb_2p
 
 TORCH_CLASSES = {
     "gpipe": "ScheduleGPipe",
@@ -258,6 +258,7 @@ def test_a_v_lays_the_last_stage_beside_the_first():
         ("interleaved_1f1b", 1),
         ("interleaved_zero_bubble", 1),
         ("zb_h2", 1),
+        ("zb_2p", 1),
         ("zbv", 1),
         ("1f1b", 4),  # as many as stages
         ("dualpipev", 8),  # two stages a rank
@@ -314,3 +315,23 @@ def test_a_broken_rule_says_what_would_keep_it(size, code, suggest):
 def test_there_is_no_order_where_a_rule_leaves_none(size):
     with pytest.raises(ValueError, match=f"The schedule {size[0]}"):
         order(*size)
+
+
+# Table 4 of Qi et al. 2023, ZB-2p: ranks, microbatches, times of F, B, W and a message in ms (table 7), idle part.
+PUBLISHED = [
+    (8, 24, (18.522, 18.086, 9.337), 0.601, 0.0433),
+    (8, 32, (18.522, 18.086, 9.337), 0.601, 0.0039),
+    (8, 24, (29.718, 29.444, 19.927), 0.527, 0.0029),
+    (8, 64, (29.718, 29.444, 19.927), 0.527, 0.0010),
+    (16, 48, (11.347, 11.248, 8.132), 0.377, 0.0066),
+    (32, 96, (10.419, 10.207, 7.715), 0.408, 0.0038),
+]
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "times", "message", "idle"), PUBLISHED)
+def test_the_search_of_zb_2p_finds_orders_as_good_as_the_published(ranks, microbatches, times, message, idle):
+    """Idle: of the longest time from a rank's first op to its last, what it does not work; the paper's definition."""
+    rows = zb_2p.search(ranks, microbatches, times, message)
+    takes = dict(zip(zb_2p.SECONDS, times, strict=True))
+    longest = max(row[-1][2] + takes[row[-1][0]] - row[0][2] for row in rows)
+    assert (longest - microbatches * sum(times)) / longest == pytest.approx(idle, abs=0.0035)
