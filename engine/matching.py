@@ -13,8 +13,8 @@ costs what its roles cost. The rules of waiting are those of torch.distributed:
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Collection
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -22,6 +22,7 @@ import numpy as np
 
 from engine.columns import Ops
 from engine.plan import COMPUTE, KINDS, MESSAGES, Op, Plan, lane_of
+from engine.roles import group_of, uniform
 
 NO_NODE = -1
 WAIT_FOR_ALL = ("optimizer", "load")  # kinds of op that wait for everything asynchronous that was issued before
@@ -45,9 +46,23 @@ class Graph:
     which: np.ndarray  # the node's template
     microbatch: np.ndarray  # the node's microbatch, or -1
     meets: np.ndarray  # of a receive, its send; of a collective, the lowest node of the group's call; else -1
-    waits: dict[int, list[int]]  # compute node -> asynchronous nodes that must have ended before it starts
+    # Compute node -> asynchronous nodes that must have ended before it starts; what an earlier node of its role has
+    # waited for on the same lane has ended, and is left out.
+    waits: dict[int, list[int]]
     first: list[int]  # the role's first node; one more entry is the number of nodes
     representative: list[int]  # the role's lowest rank
+    num_ranks: list[int]  # how many ranks play the role
+
+    def group(self, template: int) -> range:
+        """The ranks that do a template's op together, from the lowest rank of its role: its group along the op's axis,
+        or the two ends of a message; that rank alone where it does not communicate."""
+        op, rank = self.templates[template], self.representative[self.lanes[template][0]]
+        if not op.axis:
+            return range(rank, rank + 1)
+        if op.peer is None:
+            return group_of(self.plan.mesh, rank, op.axis)
+        other = self.plan.peer_rank(rank, op)
+        return range(min(rank, other), max(rank, other) + 1, abs(other - rank) or 1)
 
     def role(self, node: int) -> int:
         return bisect_right(self.first, node) - 1
@@ -57,21 +72,27 @@ class Graph:
         return self.plan.programs[role].ops[node - self.first[role]]
 
 
-def match(plan: Plan) -> Graph:
-    """The graph of a plan. PlanError: an op means nothing on this mesh, or its other end is not there."""
+def match(plan: Plan, apart: Sequence[int] | None = None) -> Graph:
+    """The graph of a plan. PlanError: an op means nothing on this mesh, or its other end is not there.
+
+    `apart`: a number for each rank; ranks with different ones get roles of their own (`engine.roles`).
+    """
     _check(plan)
-    plan = uniform(plan)
-    representative = np.unique(np.array(plan.roles, dtype=np.int64), return_index=True)[1].tolist()
+    plan = uniform(plan, apart)
+    role_of = np.array(plan.roles, dtype=np.int64)
+    _, representative, num_ranks = np.unique(role_of, return_index=True, return_counts=True)
+    representative = representative.tolist()
     templates, lanes, which, microbatch, first = [], [], [], [], [0]
     waits: dict[int, list[int]] = {}
     calls: dict[tuple[int, str], np.ndarray] = {}  # nodes of each role on each of its communication lanes
     for role, program in enumerate(plan.programs):
-        ops = Ops.of(program.ops)
-        names = [lane_of(op, plan.coordinate(representative[role], op)) for op in ops.templates]
+        ops, rank = Ops.of(program.ops), representative[role]
+        names = [lane_of(op, plan.coordinate(rank, op) if op.kind in MESSAGES else 0) for op in ops.templates]
         numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
         lane = np.array([numbers[name] for name in names], dtype=np.int32)[ops.which]
+        by_lane = _places(lane, len(numbers))
         for name, number in numbers.items():
-            nodes = np.flatnonzero(lane == number)
+            nodes = by_lane[number]
             if name != "compute" and len(nodes):
                 calls[role, name] = first[-1] + nodes
         waits |= _waits(ops, lane, first[-1])
@@ -82,10 +103,15 @@ def match(plan: Plan) -> Graph:
         first.append(first[-1] + len(ops))
     meets = np.full(first[-1], NO_NODE)
     columns = [np.concatenate(column or [meets]) for column in (which, microbatch)]
-    graph = Graph(plan, templates, lanes, *columns, meets, waits, first, representative)
+    graph = Graph(plan, templates, lanes, *columns, meets, waits, first, representative, num_ranks.tolist())
     _match_messages(graph, calls)
-    _match_collectives(graph, calls)
+    _match_collectives(graph, calls, role_of)
     return graph
+
+
+def _places(values: np.ndarray, count: int) -> list[np.ndarray]:
+    """For each of the numbers 0 to count - 1 the places where it stands, in order."""
+    return np.split(np.argsort(values, kind="stable"), np.cumsum(np.bincount(values, minlength=count))[:-1])
 
 
 def _check(plan: Plan) -> None:
@@ -121,89 +147,43 @@ def _wrong(op: Op, plan: Plan) -> str:
 
 
 def _wrong_size(name: str, value: object) -> str:
-    if isinstance(value, Integral) and 0 <= value < 2**63:
+    if (type(value) is int or isinstance(value, Integral)) and 0 <= value < 2**63:
         return ""
     return f"{name} must be a whole number, 0 or more and less than 2**63; it is {value}"
-
-
-def uniform(plan: Plan) -> Plan:
-    """The same plan with roles split until all ranks of a role talk to the same roles; mostly `plan` itself.
-
-    Ranks of one role that name a peer also share their coordinate on its axis. So whatever is true of one of them
-    (lanes, times, the role of a peer) is true of all.
-    """
-    program = np.array(plan.roles, dtype=np.int64)
-    talks = [sorted({(op.axis, op.peer) for op in Ops.of(p.ops).templates if op.axis}, key=str) for p in plan.programs]
-    coordinates = {axis: _coordinates(plan, axis) for axis in {axis for pairs in talks for axis, _ in pairs}}
-    role, count = program, len(plan.programs)
-    while count < plan.world_size:
-        split = _split(role, program, talks, coordinates)
-        if split.max() + 1 == count:
-            break
-        role, count = split, int(split.max()) + 1
-    if count == len(plan.programs):
-        return plan
-    first_rank = {played: rank for rank, played in reversed(list(enumerate(role.tolist())))}
-    numbers = {played: i for i, played in enumerate(sorted(first_rank, key=first_rank.get))}
-    programs = tuple(plan.program(first_rank[played]) for played in numbers)
-    return Plan(plan.mesh, programs, tuple(numbers[played] for played in role.tolist()), plan.layers)
-
-
-def _coordinates(plan: Plan, axis: str) -> tuple[np.ndarray, int, int]:
-    """(coordinate of every rank on an axis, ranks from one coordinate to the next, degree)"""
-    stride, degree = plan.mesh.stride(axis), plan.mesh.degree(axis)
-    return np.arange(plan.world_size) // stride % degree, stride, degree
-
-
-def _split(role: np.ndarray, program: np.ndarray, talks: list, coordinates: dict) -> np.ndarray:
-    """Roles split once, by the roles that their ranks talk to."""
-    groups = {axis: _group_kinds(role, *place) for axis, place in coordinates.items()}
-    out, count = np.empty_like(role), 0
-    for now in range(int(role.max()) + 1):
-        ranks = np.flatnonzero(role == now)
-        seen = [np.zeros(len(ranks), dtype=np.int64)]
-        for axis, peer in talks[program[ranks[0]]]:
-            if peer is None:
-                seen.append(groups[axis][ranks])
-            else:
-                coordinate, stride, _ = coordinates[axis]
-                seen += [coordinate[ranks], role[ranks + (peer - coordinate[ranks]) * stride]]
-        kinds, kind = np.unique(np.stack(seen), axis=1, return_inverse=True)
-        out[ranks] = count + kind.reshape(-1)
-        count += kinds.shape[1]
-    return out
-
-
-def _group_kinds(role: np.ndarray, coordinate: np.ndarray, stride: int, degree: int) -> np.ndarray:
-    """For every rank a number that is equal where the groups along an axis have the same roles in them."""
-    lowest = np.arange(len(role)) - coordinate * stride
-    by_group = np.lexsort((role, lowest))
-    _, kind = np.unique(role[by_group].reshape(-1, degree), axis=0, return_inverse=True)
-    out = np.empty_like(role)
-    out[by_group] = np.repeat(kind.reshape(-1), degree)
-    return out
 
 
 def _waits(ops: Ops, lane: np.ndarray, base: int) -> dict[int, list[int]]:
     """For each compute op that waits for asynchronous ones, the last of them on each lane: lanes keep their order."""
     issued = np.array([op.asynchronous and not op.is_compute for op in ops.templates], dtype=bool)[ops.which]
     parts = {op.part for op in ops.templates if op.asynchronous and not op.is_compute and op.part}
-    waiting = [op.kind in WAIT_FOR_ALL or (op.is_compute and _of_part(op, parts) in parts) for op in ops.templates]
-    if not issued.any() or not any(waiting):
+    # For every template the name of what it waits for: "" is all, None nothing.
+    awaits = [
+        "" if op.kind in WAIT_FOR_ALL else part if op.is_compute and (part := _of_part(op, parts)) in parts else None
+        for op in ops.templates
+    ]
+    if not issued.any() or all(name is None for name in awaits):
         return {}
-    issued = np.flatnonzero(issued)
-    by_lane = {number: issued[lane[issued] == number].tolist() for number in set(lane[issued].tolist())}
-    by_part: dict[str, dict[int, list[int]]] = {part: {} for part in parts}
-    named = np.array([op.part in parts for op in ops.templates], dtype=bool)[ops.which[issued]]
-    for node in issued[named].tolist():
-        by_part[ops.templates[ops.which[node]].part].setdefault(int(lane[node]), []).append(node)
-    waits = {}
-    for node in np.flatnonzero(np.array(waiting)[ops.which]).tolist():
-        op = ops.templates[ops.which[node]]
-        queues = by_lane if op.kind in WAIT_FOR_ALL else by_part[_of_part(op, parts)]
-        last = [queue[bisect_left(queue, node) - 1] for queue in queues.values() if queue[0] < node]
-        if last:
-            waits[base + node] = [base + n for n in last]
+    issued, waits = np.flatnonzero(issued), {}
+    names = {name: i for i, name in enumerate(dict.fromkeys([None, *awaits]))}
+    waiting = _places(np.array([names[name] for name in awaits])[ops.which], len(names))
+    of_part = np.array([names.get(op.part or None, 0) for op in ops.templates])[ops.which[issued]]
+    found = []  # of each lane, who waits, and for whom
+    for number in np.unique(lane[issued]).tolist():
+        here = lane[issued] == number
+        pairs = [np.empty((2, 0), dtype=np.int64)]
+        for name, i in names.items():
+            queue = issued[here & (of_part == i)] if name else issued[here]
+            if name is not None and len(queue):
+                place = np.searchsorted(queue, waiting[i])
+                pairs.append(np.stack([waiting[i][place > 0], queue[place[place > 0] - 1]]))
+        pairs = np.concatenate(pairs, axis=1)
+        pairs = pairs[:, np.argsort(pairs[0])]
+        known = np.append(NO_NODE, np.maximum.accumulate(pairs[1]))[:-1]
+        found.append(pairs[:, pairs[1] > known])
+    node, need = np.concatenate(found, axis=1)
+    order = np.argsort(node, kind="stable")
+    for one, other in zip((base + node[order]).tolist(), (base + need[order]).tolist(), strict=True):
+        waits.setdefault(one, []).append(other)
     return waits
 
 
@@ -233,7 +213,7 @@ def _match_messages(graph: Graph, calls: dict[tuple[int, str], np.ndarray]) -> N
             raise PlanError(f"rank {rank}, {lonely}: it has no partner on rank {other_rank}")
 
 
-def _match_collectives(graph: Graph, calls: dict[tuple[int, str], np.ndarray]) -> None:
+def _match_collectives(graph: Graph, calls: dict[tuple[int, str], np.ndarray], role_of: np.ndarray) -> None:
     # In an all-to-all each member gives what it has, and knows what it gets.
     sizes = (0 if op.kind == "all_to_all" else op.bytes for op in graph.templates)
     content = _numbered(
@@ -243,7 +223,8 @@ def _match_collectives(graph: Graph, calls: dict[tuple[int, str], np.ndarray]) -
     for role, axis in calls:
         if not graph.plan.mesh.has(axis) or (role, axis) in done:
             continue
-        members = _members(graph.plan, graph.representative[role], axis)
+        group = group_of(graph.plan.mesh, graph.representative[role], axis)
+        members = np.unique(role_of[group.start : group.stop : group.step]).tolist()
         done |= {(member, axis) for member in members}
         leader = calls.get((members[0], axis), np.array([], dtype=np.int64))
         for member in members:
@@ -259,13 +240,6 @@ def _match_collectives(graph: Graph, calls: dict[tuple[int, str], np.ndarray]) -
                 counts = f"rank {ranks[0]} calls {len(leader)} collectives and rank {ranks[1]} {len(nodes)}"
                 raise PlanError(f"over {axis}, {counts}")
             graph.meets[nodes] = leader
-
-
-def _members(plan: Plan, rank: int, axis: str) -> list[int]:
-    """The roles in a rank's group along an axis, in rising order."""
-    coordinate, stride, degree = _coordinates(plan, axis)
-    group = rank + (np.arange(degree) - coordinate[rank]) * stride
-    return np.unique(np.array(plan.roles)[group]).tolist()
 
 
 def _numbered(values) -> np.ndarray:

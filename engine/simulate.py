@@ -8,8 +8,9 @@ on once the receive is reached and the message is there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -18,31 +19,25 @@ from engine.cost.collectives import busy_cores, collective_seconds, message_seco
 from engine.cost.compute import compute_seconds
 from engine.cost.machine import Machine
 from engine.cost.memory import by_category
-from engine.cost.sharing import AWAIT, CALL, PASS, RECV, RUN, SEND, SYNC_CALL, SYNC_SEND, Cores, share
-from engine.matching import NO_NODE, Graph, PlanError, describe, match
+from engine.cost.sharing import Cores, share
+from engine.matching import Graph, match
 from engine.plan import COLLECTIVES, Plan
+from engine.scheduler import acts_of, lanes_of, schedule
 from engine.timeline import NONE, Timeline
 
-UNKNOWN = -1.0  # end of a node that has not been scheduled
-SHOWN_RANKS, SHOWN_OPS = 8, 2  # of a deadlock: ranks of the circle; ops before and after the arrow
 
-
-class DeadlockError(PlanError):
-    """Ops that wait for each other in a circle. The message shows each rank's program with an arrow where it stands."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Simulation:
-    """One predicted step. Lists have one entry a role of `plan`; `timeline` repeats each role on all its ranks.
+    """One predicted step of `plan`, whose ranks of one role do the same at the same times. Lists have one entry a role.
 
-    `start` and `end` are seconds, one entry a node of `graph`.
+    `start` and `end` are seconds, one entry a node of `graph`. What a node waited for, `graph` knows: the node before it
+    in its program, `graph.meets` and `graph.waits`.
     """
 
     plan: Plan
     graph: Graph
     start: np.ndarray
     end: np.ndarray
-    timeline: Timeline
     makespan: float
     bytes_sent: list[float]
     memory: list[dict[str, int]]  # by category, each at its most
@@ -51,6 +46,23 @@ class Simulation:
 
     def per_rank(self, values: list) -> list:
         return [values[role] for role in self.plan.roles]
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Every op of every rank: it costs what all ranks cost."""
+        return self.of_ranks(range(self.plan.world_size))
+
+    @cached_property
+    def by_role(self) -> Timeline:
+        """Every op of one rank a role, the lowest, which stands for all ranks of its role: it costs what roles cost."""
+        stands_for = np.zeros(self.plan.world_size, dtype=np.int64)
+        stands_for[self.graph.representative] = self.graph.num_ranks
+        timeline = self.of_ranks(self.graph.representative)
+        return replace(timeline, stands_for=tuple(stands_for.tolist()))
+
+    def of_ranks(self, ranks: Sequence[int]) -> Timeline:
+        """Every op of some ranks, which are in rising order; each rank's in the order of its program."""
+        return _timeline(self.graph, self.start, self.end, np.array(ranks, dtype=np.int64))
 
 
 def simulate(plan: Plan, machine: Machine) -> Simulation:
@@ -67,7 +79,6 @@ def simulate(plan: Plan, machine: Machine) -> Simulation:
         graph,
         start,
         end,
-        _timeline(graph, start, end),
         float(end.max(initial=0.0)),
         _bytes_sent(graph),
         memory,
@@ -91,7 +102,7 @@ def on_shared_cores(graph: Graph, seconds: np.ndarray, machine: Machine) -> tupl
         degree = np.array([graph.plan.mesh.degree(op.axis) for op in graph.templates])[graph.which]
         np.add.at(groups, graph.meets[called], (together / degree)[called])
         together[called] = groups[graph.meets[called]]
-    columns = (seconds, alone * together, alone, _acts(graph), _lanes(graph), graph.meets)
+    columns = (seconds, alone * together, alone, acts_of(graph), lanes_of(graph), graph.meets)
     cores = Cores(machine.cores, machine.together)
     return share(cores, *(column.tolist() for column in columns), graph.waits, graph.first)
 
@@ -113,133 +124,6 @@ def durations(graph: Graph, machine: Machine) -> np.ndarray:
         np.maximum.at(longest, calls, of_node[uneven])
         of_node[uneven] = longest[calls]
     return of_node
-
-
-def schedule(graph: Graph, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Start and end of every node. Members of a collective share both, and so do the two ends of a message.
-
-    Each role is a coroutine that goes through its program until it needs an end that is not known yet; there it
-    yields its node. Roles take turns, down and up in turn as messages do in a pipeline; the order makes no
-    difference to any time. When all have had a turn and none got on, it is a deadlock.
-    """
-    if not np.all((seconds >= 0) & (seconds < np.inf)):
-        raise PlanError("every op must take 0 or more seconds, and finitely many")
-    acts, lanes = _acts(graph), _lanes(graph)
-    # A receive is about its send, a collective about its call; a send is about its lane.
-    about = np.where(graph.meets < 0, lanes, graph.meets)
-    calls = graph.meets[(acts == CALL) | (acts == SYNC_CALL)]
-    missing = dict(zip(*(column.tolist() for column in np.unique(calls, return_counts=True)), strict=True))
-    free = [0.0] * (1 + lanes.max(initial=0))  # from when on each lane is free
-    # Plain lists: reading and writing one entry of an array costs more.
-    start, ended = [UNKNOWN] * len(seconds), [UNKNOWN] * len(seconds)  # `ended`: of sends and calls only
-
-    def run(role: int, start=start, ended=ended, free=free) -> Iterator[int]:
-        now, nodes = 0.0, range(graph.first[role], graph.first[role + 1])
-        columns = (column[nodes.start : nodes.stop].tolist() for column in (acts, about, seconds))
-        for node, act, other, length in zip(nodes, *columns, strict=True):
-            if act == RUN:
-                start[node] = now
-                now += length
-            elif act == RECV:
-                arrival = ended[other]
-                while arrival == UNKNOWN:
-                    yield node
-                    arrival = ended[other]
-                if now < arrival:
-                    now = arrival
-            elif act <= SYNC_SEND:
-                begin = free[other]
-                if begin < now:
-                    begin = now
-                start[node] = begin
-                free[other] = ended[node] = begin + length
-                if act == SYNC_SEND:
-                    now = ended[node]
-            elif act <= SYNC_CALL:
-                start[other] = max(start[other], now)
-                missing[other] -= 1
-                if not missing[other]:
-                    # All members have made their earlier calls on this lane, so what is known of it is final.
-                    lane = lanes[other]
-                    start[other] = max(start[other], free[lane])
-                    free[lane] = ended[other] = start[other] + length
-                while act == SYNC_CALL and ended[other] == UNKNOWN:
-                    yield node
-                now = ended[other] if act == SYNC_CALL else now
-            elif act == AWAIT:
-                for need in graph.waits[node]:
-                    other = graph.meets[need] if graph.meets[need] >= 0 else need
-                    while ended[other] == UNKNOWN:
-                        yield node
-                    now = max(now, ended[other])
-                start[node] = now
-                now += length
-
-    programs = [run(role) for role in range(len(graph.plan.programs))]
-    standing = dict.fromkeys(range(len(programs)), NO_NODE)  # the node at which each unfinished role waits
-    while standing:
-        before, standing = standing, {}
-        for role in reversed(before):
-            node = next(programs[role], None)
-            if node is not None:
-                standing[role] = node
-        if standing == before:
-            raise DeadlockError(_show_deadlock(graph, standing, ended))
-    shared = np.where(graph.meets < 0, np.arange(len(seconds)), graph.meets)
-    begin = np.array(start)
-    return begin[shared], (begin + seconds)[shared]
-
-
-def _acts(graph: Graph) -> np.ndarray:
-    """What the scheduler does at each node."""
-    of_template = []
-    for op in graph.templates:
-        if op.kind == "send":
-            of_template.append(SEND if op.asynchronous else SYNC_SEND)
-        elif op.kind == "recv":
-            # Nothing waits at an asynchronous receive itself; what waits for it later waits for its send.
-            of_template.append(PASS if op.asynchronous else RECV)
-        else:
-            call = CALL if op.asynchronous else SYNC_CALL
-            of_template.append(call if op.kind in COLLECTIVES else RUN)
-    acts = np.array(of_template, dtype=np.int8)[graph.which]
-    acts[list(graph.waits)] = AWAIT
-    return acts
-
-
-def _lanes(graph: Graph) -> np.ndarray:
-    """A number for the lane of each node."""
-    numbers = {lane: i for i, lane in enumerate(dict.fromkeys(graph.lanes))}
-    return np.array([numbers[lane] for lane in graph.lanes], dtype=np.int64)[graph.which]
-
-
-def _show_deadlock(graph: Graph, standing: dict[int, int], ended: list[float]) -> str:
-    """Words for a circle among the roles in `standing`, each of which stands at a node and cannot go on."""
-    circle = [min(standing)]
-    while (following := _blocker(graph, standing, ended, circle[-1])) not in circle:
-        circle.append(following)
-    circle = circle[circle.index(following) :]
-    ranks = [graph.representative[role] for role in circle]
-    lines = ["these ranks wait for each other: " + " -> ".join(map(str, [*ranks, ranks[0]][: SHOWN_RANKS + 1]))]
-    for role, rank, other in zip(circle[:SHOWN_RANKS], ranks, [*ranks[1:], ranks[0]], strict=False):
-        node, first, last = standing[role], graph.first[role], graph.first[role + 1]
-        lines.append(f"rank {rank} waits for rank {other}:")
-        for i in range(max(first, node - SHOWN_OPS), min(last, node + SHOWN_OPS + 1)):
-            lines.append(f"{'>' if i == node else ' '} {describe(graph.op(i))}")
-    if len(circle) > SHOWN_RANKS:
-        lines.append(f"and {len(circle) - SHOWN_RANKS} more ranks in this circle")
-    return "\n".join(lines)
-
-
-def _blocker(graph: Graph, standing: dict[int, int], ended: list[float], role: int) -> int:
-    """The role that a stuck role waits for: who has yet to send, or to join the call."""
-    needs = graph.waits.get(standing[role], [standing[role]])
-    needs = [graph.meets[need] if graph.meets[need] >= 0 else need for need in needs]
-    need = next(need for need in needs if ended[need] == UNKNOWN)
-    if graph.op(need).kind == "send":
-        return graph.role(need)
-    members = np.flatnonzero(graph.meets == need).tolist()
-    return next(graph.role(node) for node in members if standing.get(graph.role(node), node) < node)
 
 
 def peaks_of(ops: Ops, standing: int) -> tuple[int, int]:
@@ -303,16 +187,12 @@ def _bytes_sent(graph: Graph) -> list[float]:
     return sent
 
 
-def _timeline(graph: Graph, start: np.ndarray, end: np.ndarray) -> Timeline:
-    """The roles' spans, repeated on every rank that plays the role; each rank's in the order of its program."""
-    plan, templates = graph.plan, graph.templates
-    lengths = np.diff(graph.first)[list(plan.roles)]
-    rank = np.repeat(np.arange(plan.world_size), lengths)
-    if len(plan.programs) == plan.world_size and plan.roles == tuple(range(plan.world_size)):
-        node = slice(None)
-    else:
-        role_starts = np.array(graph.first[:-1])[list(plan.roles)]
-        node = np.arange(len(rank)) + np.repeat(role_starts - (np.cumsum(lengths) - lengths), lengths)
+def _timeline(graph: Graph, start: np.ndarray, end: np.ndarray, ranks: np.ndarray) -> Timeline:
+    """The spans of roles, repeated on those of their ranks that are in `ranks`."""
+    plan, templates, role = graph.plan, graph.templates, np.array(graph.plan.roles, dtype=np.int64)[ranks]
+    lengths = np.diff(graph.first)[role]
+    rank = np.repeat(ranks, lengths)
+    node = np.arange(len(rank)) + np.repeat(np.array(graph.first)[role] - (np.cumsum(lengths) - lengths), lengths)
     which = graph.which[node]
 
     def text(values: list[str]) -> np.ndarray:

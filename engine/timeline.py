@@ -7,7 +7,7 @@ Times are seconds from the start of the timeline, bytes are bytes. A timeline ne
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,12 +47,20 @@ class Timeline:
     """Columns of equal length, one entry a span; the spans of one rank and lane are in the order in which they ran.
 
     `memory`: samples (rank, time in seconds, category, bytes), where known. `source`: simulated, measured, imported.
+    `stands_for`: for each rank, how many ranks it stands for; 0 where another stands for it, so that it has no spans
+    of its own here. Empty: each for itself.
     """
 
     columns: dict[str, np.ndarray]
     source: str
     world_size: int
     memory: tuple[tuple[int, float, str, int], ...] = field(default=())
+    stands_for: tuple[int, ...] = ()
+
+    @property
+    def weights(self) -> np.ndarray:
+        """How many ranks each rank stands for."""
+        return np.array(self.stands_for or (1,) * self.world_size, dtype=np.int64)
 
     @classmethod
     def of(cls, spans: Iterable[Span], source: str, world_size: int, memory: Iterable = ()) -> Timeline:
@@ -78,7 +86,7 @@ class Timeline:
         return (Span(*row) for row in zip(*lists, strict=True))
 
     def where(self, mask: np.ndarray) -> Timeline:
-        return Timeline({k: v[mask] for k, v in self.columns.items()}, self.source, self.world_size, self.memory)
+        return replace(self, columns={k: v[mask] for k, v in self.columns.items()})
 
     def step(self, step: int) -> Timeline:
         """One step alone, in turn (see `in_turn`), shifted so that it starts at 0."""
@@ -88,7 +96,7 @@ class Timeline:
             return part
         first = part["start"].min()
         columns = dict(part.columns) | {name: part[name] - first for name in _REAL}
-        return Timeline(columns, self.source, self.world_size)
+        return replace(self, columns=columns, memory=())
 
     def in_turn(self) -> Timeline:
         """The same with steps that do not overlap: one begins when the one before has ended on every rank.
@@ -103,7 +111,7 @@ class Timeline:
         np.maximum.at(ended, index, self["end"])
         before = np.where(np.diff(steps, prepend=steps[0] - 2) == 1, np.roll(ended, 1), -np.inf)[index]
         columns = dict(self.columns) | {name: np.maximum(self[name], before) for name in _REAL}
-        return Timeline(columns, self.source, self.world_size, self.memory)
+        return replace(self, columns=columns)
 
     def step_seconds(self) -> dict[int, float]:
         """How long each step took, in turn."""

@@ -34,17 +34,35 @@ class Gap(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What one step's time went to, in seconds; arrays have one entry a rank."""
+    """What one step's time went to, in seconds; arrays have one entry a rank.
+
+    `weights`: how many ranks each rank stands for; the seconds of one that another stands for are 0 and do not count.
+    """
 
     step: int
     makespan: float
     computing: np.ndarray
     exposed: np.ndarray  # communicating, and not computing
+    weights: np.ndarray
+
+    @property
+    def device_seconds(self) -> float:
+        """ranks × makespan"""
+        return float(self.weights.sum() * self.makespan)
+
+    @property
+    def busy(self) -> float:
+        """Seconds of compute, of all ranks together."""
+        return float(self.weights @ self.computing)
+
+    @property
+    def idle(self) -> float:
+        return max(0.0, self.device_seconds - self.busy)
 
 
 def bubble_fraction(timeline: Timeline, *, since: int = 0) -> float:
     """Idle compute time / (ranks × makespan), from 0 to 1; the median of the steps from `since` on."""
-    return _median([_idle(s) / (len(s.computing) * s.makespan) for s in shares(timeline, since=since) if s.makespan])
+    return _median([s.idle / s.device_seconds for s in shares(timeline, since=since) if s.makespan])
 
 
 def bubble_over_ideal(timeline: Timeline, *, since: int = 0) -> float:
@@ -53,13 +71,13 @@ def bubble_over_ideal(timeline: Timeline, *, since: int = 0) -> float:
     Busy time stands for the ideal, in which no rank ever waits. Steps without compute have none, and are left out.
     """
     steps = shares(timeline, since=since)
-    return _median([_idle(s) / s.computing.sum() for s in steps if s.computing.any()])
+    return _median([s.idle / s.busy for s in steps if s.busy])
 
 
 def exposed_communication_fraction(timeline: Timeline, *, since: int = 0) -> float:
     """Time in which a rank communicates and does not compute / (ranks × makespan); the median of the steps."""
     steps = shares(timeline, since=since)
-    return _median([float(s.exposed.sum()) / (len(s.exposed) * s.makespan) for s in steps if s.makespan])
+    return _median([float(s.weights @ s.exposed) / s.device_seconds for s in steps if s.makespan])
 
 
 def shares(timeline: Timeline, *, since: int = 0) -> list[Shares]:
@@ -75,31 +93,32 @@ def shares(timeline: Timeline, *, since: int = 0) -> list[Shares]:
         busy.flat[i] = _covered(start, furthest)
     # All that is not compute is communication: what it adds to the time that compute covers is not hidden.
     exposed = np.maximum(busy - computing, 0.0)
-    makespans = (last - first).tolist()
-    return [Shares(s, makespans[i], computing[i], exposed[i]) for i, s in enumerate(steps)]
+    makespans, weights = (last - first).tolist(), timeline.weights
+    return [Shares(s, makespans[i], computing[i], exposed[i], weights) for i, s in enumerate(steps)]
 
 
 def busy_seconds(timeline: Timeline, *, since: int = 0) -> dict[str, float]:
     """Seconds of each kind of op, summed over ranks, in a mean step. Overlapping spans count each for itself."""
     timeline = _checked(timeline, since)
-    num_steps = len(timeline.steps)
+    num_steps, weights = len(timeline.steps), timeline.weights[timeline["rank"]]
     seconds = {}
     for kind in sorted(set(timeline["kind"].tolist())):
         mine = timeline["kind"] == kind
-        seconds[kind] = float((timeline["end"][mine] - timeline["start"][mine]).sum()) / num_steps
+        seconds[kind] = float(weights[mine] @ (timeline["end"][mine] - timeline["start"][mine])) / num_steps
     return seconds
 
 
 def idle_gaps(timeline: Timeline, *, since: int = 0) -> list[list[Gap]]:
-    """For every rank, the stretches in which it computes nothing, in order of time; from a step's start to its end."""
+    """For every rank, the stretches in which it computes nothing, in order of time; from a step's start to its end.
+    None for a rank that another stands for."""
     timeline = _checked(timeline, since)
     steps, step, first, last = _steps(timeline)
     row = step * timeline.world_size + timeline["rank"]
     spans = {i: (start, furthest) for i, start, furthest in _rows(timeline, row, _is_compute(timeline))}
     gaps: list[list[Gap]] = [[] for _ in range(timeline.world_size)]
-    nothing = np.array([])
+    nothing, present = np.array([]), np.flatnonzero(timeline.weights).tolist()
     for i, (step_start, step_end) in enumerate(zip(first, last, strict=True)):
-        for rank in range(timeline.world_size):
+        for rank in present:
             start, furthest = spans.get(i * timeline.world_size + rank, (nothing, nothing))
             begin, end = np.append(step_start, furthest), np.append(start, step_end)
             idle = end > begin
@@ -151,10 +170,6 @@ def _steps(timeline: Timeline) -> tuple[list[int], np.ndarray, np.ndarray, np.nd
 
 def _is_compute(timeline: Timeline) -> np.ndarray:
     return np.frompyfunc(frozenset(COMPUTE).__contains__, 1, 1)(timeline["kind"]).astype(bool)
-
-
-def _idle(step: Shares) -> float:
-    return max(0.0, len(step.computing) * step.makespan - float(step.computing.sum()))
 
 
 def _median(values: list[float]) -> float:

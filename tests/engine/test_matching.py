@@ -10,11 +10,13 @@ import pytest
 from engine import modes
 from engine.cost.machine import machine
 from engine.job import prepare
-from engine.matching import PlanError, describe, match, uniform
+from engine.matching import PlanError, describe, match
 from engine.notation import parse_plan
 from engine.plan import Mesh, Op, Plan, Program
+from engine.roles import uniform
+from engine.scheduler import DeadlockError
 from engine.settings import MODE_MODELS
-from engine.simulate import DeadlockError, simulate
+from engine.simulate import simulate
 from engine.spec import MODELS, Spec
 
 PIPELINE = """

@@ -11,8 +11,9 @@ from engine import schedules
 from engine.cost.machine import machine
 from engine.matching import PlanError
 from engine.plan import Mesh, Op, Plan, Program
+from engine.scheduler import DeadlockError
 from engine.schedules import PASSES, Action, csv_form, messages, rendezvous
-from engine.simulate import DeadlockError, Simulation, simulate
+from engine.simulate import Simulation, simulate
 
 UNIT = machine("unit")
 SECONDS = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}

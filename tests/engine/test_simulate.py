@@ -16,7 +16,8 @@ from engine.job import prepare
 from engine.matching import PlanError, match
 from engine.notation import parse_plan
 from engine.plan import Mesh, Op, Plan, Program
-from engine.simulate import Simulation, durations, schedule, simulate
+from engine.scheduler import schedule
+from engine.simulate import Simulation, durations, simulate
 from engine.spec import Spec
 
 UNIT = machine("unit")

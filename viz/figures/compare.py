@@ -40,8 +40,9 @@ def compare_info(predicted: Timeline, measured: Timeline) -> CompareInfo:
 def _seconds(timeline: Timeline) -> dict[str, float]:
     total: dict[str, float] = defaultdict(float)
     columns = (timeline[name].tolist() for name in ("kind", "start", "end"))
-    for kind, start, end in zip(*columns, strict=True):
-        total[kind] += end - start
+    weights = timeline.weights[timeline["rank"]].tolist()
+    for kind, start, end, ranks in zip(*columns, weights, strict=True):
+        total[kind] += (end - start) * ranks
     return {kind: value / timeline.world_size / max(1, len(timeline.steps)) for kind, value in total.items()}
 
 
