@@ -1,10 +1,4 @@
-"""A Plan and a Machine -> the Timeline that they predict, by list scheduling; a deadlock is found and shown.
-
-Every lane runs its ops in program order, so the schedule is the longest path through the graph of `engine.matching`:
-an op starts when all it waits for have ended. A collective starts when its last member is ready. A message leaves
-when its send is ready, since sends are buffered; its receive has the transfer's own start and end, and its rank goes
-on once the receive is reached and the message is there.
-"""
+"""A Plan and a Machine -> the step that they predict: when each op starts and ends, bytes sent, memory at its peak."""
 
 from __future__ import annotations
 
@@ -30,7 +24,7 @@ from engine.timeline import NONE, Timeline
 class Simulation:
     """One predicted step of `plan`, whose ranks of one role do the same at the same times. Lists have one entry a role.
 
-    `start` and `end` are seconds, one entry a node of `graph`. What a node waited for, `graph` knows: the node before it
+    `start` and `end` are seconds, one entry a node of `graph`, which knows what a node waited for: the node before it
     in its program, `graph.meets` and `graph.waits`.
     """
 
