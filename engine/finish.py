@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,7 +15,13 @@ from typing import Any
 import numpy as np
 
 from engine import checkpoints, modes
-from engine.analysis.shares import bubble_fraction, bubble_over_ideal, exposed_communication_fraction
+from engine.analysis.shares import (
+    bubble_fraction,
+    bubble_over_ideal,
+    exposed_communication_fraction,
+    overlap_fraction,
+)
+from engine.analysis.summary import nothing, of_run
 from engine.archive import read_json, read_status, read_steps, write_json
 from engine.conform import conform
 from engine.cost.memory import CATEGORIES, METHOD, errors
@@ -77,6 +84,8 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
         "exposed_communication_fraction": (
             exposed_communication_fraction(whole, since=steady.start) if len(whole) else None
         ),
+        "overlap_fraction": overlap_fraction(whole, since=steady.start) if len(whole) else None,
+        **_analysis(job, whole, routed, steady, conformance),
         "wall_time": _wall_seconds(folder, steps),
         "error": error,
         "spec": job.spec.to_dict(),
@@ -163,6 +172,20 @@ def _conformance(
     if not whole:
         report |= {"ok": None if early else False, "reason": "no step was recorded on every rank"}
     return report, joined
+
+
+def _analysis(
+    job: Job, timeline: Timeline, routed: list, steps: Iterable[int], conformance: dict[str, Any]
+) -> dict[str, Any]:
+    """What ranks waited for, in the steps that all of them recorded."""
+    ranks: dict[int, set[int]] = defaultdict(set)
+    for step, rank in zip(timeline["step"].tolist(), timeline["rank"].tolist(), strict=True):
+        ranks[step].add(rank)
+    seen = [step for step in steps if len(ranks[step]) == job.spec.devices]
+    if not conformance["ok"]:
+        return nothing(conformance["reason"] or "the ops measured are not those planned")
+    crowded = job.spec.device != "cuda" and job.processes > (os.cpu_count() or 1)
+    return of_run(timeline, lambda s: modes.plan(replace(job, routed=routed[s]), s), seen, crowded=crowded)
 
 
 def _parity(folder: Path, job: Job, state: str, done: int) -> dict[str, Any]:

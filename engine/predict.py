@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import modes
-from engine.analysis.shares import bubble_fraction, bubble_over_ideal, exposed_communication_fraction
+from engine.analysis.ran import simulated
+from engine.analysis.shares import (
+    bubble_fraction,
+    bubble_over_ideal,
+    exposed_communication_fraction,
+    overlap_fraction,
+)
+from engine.analysis.summary import summary as summarise
 from engine.cost.machine import machine
 from engine.job import Job, prepare
 from engine.plan import Plan
@@ -48,6 +55,8 @@ class Prediction:
             "bubble_fraction": bubble_fraction(simulation.by_role),
             "bubble_over_ideal": bubble_over_ideal(simulation.by_role),
             "exposed_communication_fraction": exposed_communication_fraction(simulation.by_role),
+            "overlap_fraction": overlap_fraction(simulation.by_role),
+            **summarise([simulated(simulation)]),
             "num_ops": sum(len(p.ops) * n for p, n in zip(plan.programs, simulation.graph.num_ranks, strict=True)),
             "memory": simulation.per_rank(simulation.memory),
             "peak_memory": simulation.per_rank(simulation.peak_memory),

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from engine import archive
-from engine.analysis.shares import BUBBLE_FORMULA, BUBBLE_OVER_IDEAL_FORMULA
+from engine.analysis import words
+from engine.analysis.shares import BUBBLE_FORMULA, BUBBLE_OVER_IDEAL_FORMULA, OVERLAP_FORMULA
 from engine.launch import Handle
 from engine.modes import Lesson
 
 BAR = 28  # characters
+SHOWN_RANKS = 16
 
 
 def seconds(value: float | None) -> str:
@@ -70,12 +72,13 @@ def prediction(summary: dict[str, Any]) -> str:
                 *_batches(summary),
                 ("samples/s", "-" if summary["samples_per_second"] is None else f"{summary['samples_per_second']:.4g}"),
                 *_bubbles(summary),
-                ("exposed communication", percent(summary["exposed_communication_fraction"])),
+                *_communication(summary),
                 ("ops", str(summary["num_ops"])),
                 ("peak memory", each_rank(summary["peak_memory"], size)),
                 *_memory(summary["memory"], "  of it "),
                 ("most in flight", each_rank(summary["peak_in_flight"], str) + " (a microbatch counts in each stage)"),
                 ("sent", each_rank(summary["bytes_sent"], size)),
+                *_waits(summary),
             ]
         )
         + (
@@ -108,6 +111,49 @@ def _bubbles(values: dict[str, Any]) -> list[tuple[str, str]]:
     names = (("bubble_fraction", BUBBLE_FORMULA), ("bubble_over_ideal", BUBBLE_OVER_IDEAL_FORMULA))
     pairs = [(formula.split(" = "), percent(values.get(name))) for name, formula in names]
     return [(name, f"{value} = {formula}") for (name, formula), value in pairs]
+
+
+def _communication(values: dict[str, Any]) -> list[tuple[str, str]]:
+    name, formula = OVERLAP_FORMULA.split(" = ")
+    hidden = values.get("overlap_fraction")
+    shown = "nothing is communicated" if hidden is None else f"{percent(hidden)} = {formula}"
+    return [("exposed communication", percent(values["exposed_communication_fraction"])), (name, shown)]
+
+
+def _waits(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """The critical path, idle time by cause, the largest gaps in words, and stragglers."""
+    if reason := values.get("analysis_reason"):
+        return [("critical path", f"not known: {reason}")]
+    if not (path := values.get("critical_path")):  # a run of an earlier Lockstep
+        return []
+    idle, whole = values["idle_causes"], path["seconds"] or 1.0
+    by_rank = "  ".join(f"{row['rank']}: {percent(row['seconds'] / whole)}" for row in path["by_rank"][:SHOWN_RANKS])
+    lines = [
+        ("critical path", _shares(path["by_kind"], whole)),
+        ("  of ranks' own ops", by_rank or "-"),
+        ("idle, all ranks", _shares({words.NAMES[k]: v for k, v in idle["seconds"].items()}, _idle(idle)) or "-"),
+    ]
+    lines += [
+        ("" if i else "longest waits", words.sentence(gap, seconds(gap["seconds"])) + _alike(gap))
+        for i, gap in enumerate(idle["largest"])
+    ]
+    for one in values["stragglers"]:
+        told = f"rank {one['rank']} comes last in {one['last']} of {one['calls']} collectives"
+        lines.append(("STRAGGLER", f"{told}; each other rank waits {seconds(one['seconds'])} a step for it"))
+    return lines
+
+
+def _shares(of: dict[str, float], whole: float) -> str:
+    largest = sorted(of.items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{percent(value / whole)} {name.replace('_', '-')}" for name, value in largest if value > 0)
+
+
+def _idle(idle: dict[str, Any]) -> float:
+    return sum(idle["seconds"].values()) or 1.0
+
+
+def _alike(gap: dict[str, Any]) -> str:
+    return f" (and {gap['ranks'] - 1} more ranks like it)" if gap["ranks"] > 1 else ""
 
 
 def dealt(values: dict[str, Any]) -> str:
@@ -155,11 +201,12 @@ def result(values: dict[str, Any], run_dir: Path) -> str:
         ("equals one device", _verdict(parity["ok"]) + _parity(parity)),
         ("ops as planned", _verdict(conformance["ok"]) + _conformance(conformance)),
         *_bubbles(values),
-        ("exposed communication", percent(values["exposed_communication_fraction"])),
+        *_communication(values),
         ("peak memory", each_rank(values["peak_memory"], size)),
         ("memory growth", each_rank(values.get("memory_growth", []), size) + " in 100 steps"),
         *_memory(values["memory"]["planned"], "planned "),
         *_memory(values["memory"]["measured"] or [], "measured "),
+        *_waits(values),
         ("folder", str(run_dir)),
     ]
     head = f"{values['mode']} on {values['devices']} {values['device_kind']} devices"

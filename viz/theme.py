@@ -39,6 +39,20 @@ LOOKS = {
     "other": Look("#8A949E", DARK, ".", "square"),
 }
 
+# Why a rank idles, by cause (`engine.analysis.idle`): quiet beside what computes, but for what somebody can mend.
+WAITS = {
+    "fill": Look("#C3CEDA", DARK, "/"),
+    "imbalance": Look("#93A4B6", DARK, "x"),
+    "drain": Look("#DCE3EA", DARK, "\\"),
+    "straggler": Look("#C0392B", LIGHT, "+"),
+    "communication": Look("#7FC8AE", DARK, "-"),
+    "loading": Look("#B5DDF5", DARK, "."),
+    "contention": Look("#A678B4", DARK, "|"),
+    "overhead": Look("#CFC7B8", DARK, "."),
+    "start": Look("#E8D9B5", DARK, "|"),
+    "end": Look("#EEF1F4", DARK),
+}
+
 SAME = {"load": "batch"}  # loading looks like what it loads
 
 # Layers of the model, by the stage that holds them: soft, so that a glow is seen on top. Used in turn.

@@ -18,6 +18,7 @@ from engine.timeline import Timeline
 
 BUBBLE_FORMULA = "bubble fraction = idle compute time / (ranks × makespan)"
 BUBBLE_OVER_IDEAL_FORMULA = "bubble over ideal = idle compute time / busy compute time"
+OVERLAP_FORMULA = "overlap = time in which a rank communicates and computes / time in which it communicates"
 EXPOSED_FORMULA = "exposed communication = time in which a rank communicates and does not compute / (ranks × makespan)"
 
 
@@ -43,6 +44,7 @@ class Shares(NamedTuple):
     makespan: float
     computing: np.ndarray
     exposed: np.ndarray  # communicating, and not computing
+    communicating: np.ndarray
     weights: np.ndarray
 
     @property
@@ -80,21 +82,31 @@ def exposed_communication_fraction(timeline: Timeline, *, since: int = 0) -> flo
     return _median([float(s.weights @ s.exposed) / s.device_seconds for s in steps if s.makespan])
 
 
+def overlap_fraction(timeline: Timeline, *, since: int = 0) -> float | None:
+    """The part of the communication that is hidden under compute, from 0 to 1, over all ranks; the median of the steps.
+    In a measured step a rank communicates also while it waits for others in a collective. None: nobody communicates."""
+    steps = [s for s in shares(timeline, since=since) if s.communicating.any()]
+    hidden = [1 - float(s.weights @ s.exposed) / float(s.weights @ s.communicating) for s in steps]
+    return _median(hidden) if hidden else None
+
+
 def shares(timeline: Timeline, *, since: int = 0) -> list[Shares]:
     """The steps from `since` on, in order. Spans of a rank that overlap count once."""
     timeline = _checked(timeline, since)
     steps, step, first, last = _steps(timeline)
     row = step * timeline.world_size + timeline["rank"]
     compute = _is_compute(timeline)
-    computing, busy = np.zeros((2, len(steps), timeline.world_size))
+    computing, busy, communicating = np.zeros((3, len(steps), timeline.world_size))
     for i, start, furthest in _rows(timeline, row, compute):
         computing.flat[i] = _covered(start, furthest)
     for i, start, furthest in _rows(timeline, row, slice(None)):
         busy.flat[i] = _covered(start, furthest)
+    for i, start, furthest in _rows(timeline, row, ~compute):
+        communicating.flat[i] = _covered(start, furthest)
     # All that is not compute is communication: what it adds to the time that compute covers is not hidden.
     exposed = np.maximum(busy - computing, 0.0)
     makespans, weights = (last - first).tolist(), timeline.weights
-    return [Shares(s, makespans[i], computing[i], exposed[i], weights) for i, s in enumerate(steps)]
+    return [Shares(s, makespans[i], computing[i], exposed[i], communicating[i], weights) for i, s in enumerate(steps)]
 
 
 def busy_seconds(timeline: Timeline, *, since: int = 0) -> dict[str, float]:

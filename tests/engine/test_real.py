@@ -152,6 +152,12 @@ def test_a_slow_rank_keeps_the_others_waiting(launcher, runs_dir):
     result = finished(spec, launcher, runs_dir)
     holds(result)
     assert result["step_time"] > 0.3
+    (straggler,) = result["stragglers"]  # who came last to the collectives, though it spent the least time in them
+    assert straggler["rank"] == 1 and straggler["seconds"] > 0.25
+    waits = {row["rank"]: row["seconds"] for row in result["idle_causes"]["ranks"]}
+    assert waits[0]["straggler"] > 0.25 and waits[1]["start"] > 0.25  # it sleeps before it begins
+    assert result["critical_path"]["seconds"] > 0.3
+    assert 0 <= result["overlap_fraction"] <= 1
 
 
 def test_many_runs_leave_nothing_hanging(launcher, runs_dir):

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from engine import archive, modes
+from engine.analysis import words as waits
+from engine.analysis.idle import CAUSES
 from engine.cost.machine import MACHINES
+from engine.plan import KINDS, PAYLOADS
 from engine.rules import RULES, SpecError
 from engine.spec import (
     ATTENTIONS,
@@ -31,7 +34,7 @@ from engine.spec import (
 )
 from viz.figures import words
 from viz.locales import LANGUAGES, read, text
-from viz.locales.engine import explain, help_of, lesson, phrase
+from viz.locales.engine import explain, help_of, lesson, phrase, waiting
 
 OTHERS = [language for language in LANGUAGES if language != "en"]
 PAGES = Path(__file__).resolve().parents[2] / "viz" / "pages"
@@ -128,6 +131,26 @@ def test_every_rule_is_told_with_the_engine_s_values(language: str):
     rules = read(f"engine.{language}")["rules"]
     assert rules.keys() == RULES.keys()
     assert {code: blanks(rule) for code, rule in rules.items()} == {code: blanks(rule) for code, rule in RULES.items()}
+
+
+@pytest.mark.parametrize("language", OTHERS)
+def test_every_wait_is_told_with_the_engine_s_values(language: str):
+    told = read(f"engine.{language}")["waits"]
+    for part, english in (("sentences", waits.SENTENCES), ("objects", waits.OBJECTS), ("names", waits.NAMES)):
+        assert {code: blanks(words) for code, words in told[part].items()} == {c: blanks(w) for c, w in english.items()}
+    gap = {"code": "message", "cause": "fill", "rank": 2, "other": 1, "kind": "send", "payload": "activation"}
+    gap |= {"microbatch": 4, "part": ""}
+    assert waiting(gap, "3.1 ms", text("en")) == waits.sentence(gap, "3.1 ms")
+    assert waiting(gap, "3.1 ms", text("zh")) == "rank 2 等待 rank 1 发来的微批次 4 的激活值，用时 3.1 ms：流水线填充"
+    for kind in KINDS:
+        for payload in PAYLOADS:
+            said = waiting(gap | {"kind": kind, "payload": payload, "code": "nothing"}, "1 s", text(language))
+            assert chinese(said) and "{" not in said
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_cause_has_a_name_in_a_legend(language: str):
+    assert all(f"figure.cause.{cause}" in text(language) for cause in CAUSES)
 
 
 def test_english_is_the_engine_s_own():

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from engine.analysis.idle import CAUSES
 from engine.plan import COMPUTE, KINDS, PAYLOADS
 from viz import theme
 
@@ -20,10 +21,9 @@ def contrast(one: str, two: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize("name", theme.LOOKS)
-def test_ink_is_readable_on_its_colour(name):
+@pytest.mark.parametrize("look", [*theme.LOOKS.values(), *theme.WAITS.values()])
+def test_ink_is_readable_on_its_colour(look):
     """4.5:1, WCAG's bound for small type."""
-    look = theme.LOOKS[name]
     assert contrast(look.ink, look.colour) >= 4.5
 
 
@@ -46,8 +46,12 @@ def test_a_load_looks_like_what_it_loads():
 
 
 def test_no_two_looks_share_a_colour():
-    colours = [look.colour for look in theme.LOOKS.values()]
+    colours = [look.colour for look in (*theme.LOOKS.values(), *theme.WAITS.values())]
     assert len(set(colours)) == len(colours)
+
+
+def test_every_cause_of_idle_time_has_a_colour():
+    assert list(theme.WAITS) == list(CAUSES)
 
 
 def test_what_travels_has_a_shape_of_its_own():

@@ -18,6 +18,7 @@ from engine.shapes import num_experts
 from engine.timeline import Timeline
 from viz import theme
 from viz.figures import words
+from viz.figures.critical import Key, bars_of
 from viz.figures.flights import Flight, flights, shortest_flight
 from viz.figures.moments import Told, told
 from viz.figures.places import Places, places
@@ -32,7 +33,8 @@ STOP_APART = 0.004  # of the clock: what starts closer together is one stop of t
 class PictureInfo(NamedTuple):
     """All times in seconds. `end` of the clock; `unit`: (seconds, name) of its axis; `stops`: where the step buttons
     halt; `pauses`: where a training step ends; `seconds`: how long it plays; `fade`: how long a glow takes to go;
-    `numbered`: there are several microbatches to tell apart; `lesson`: its steps, with their moments.
+    `numbered`: there are several microbatches to tell apart; `lesson`: its steps, with their moments; `critical`: the
+    bars of the critical path, where it is to be seen.
     """
 
     view: str
@@ -47,6 +49,7 @@ class PictureInfo(NamedTuple):
     fade: float
     numbered: bool
     lesson: tuple[Told, ...] = ()
+    critical: tuple[Bar, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -65,9 +68,10 @@ def picture_info(
     view: str = "predicted",
     memory: Sequence[int] | None = None,
     steps: Sequence[Step] = (),
+    critical: Sequence[Key] = (),
 ) -> PictureInfo:
     """`layers`: the model's, or their names. `memory`: bytes a rank; default: what the plan keeps the whole step long.
-    `steps`: a lesson's, whose moments are looked for in the timeline in front.
+    `steps`: a lesson's, whose moments are looked for in the timeline in front. `critical`: of that one, the path.
 
     A timeline may hold one step or several, all of it or the part that a stopped run recorded. ValueError for a view
     whose timeline is not given.
@@ -90,10 +94,11 @@ def picture_info(
     ends: dict[int, float] = {}
     for span in front:
         ends[span.step] = max(ends.get(span.step, 0.0), span.end)
+    lines = rows(ranks, front, behind)
     return PictureInfo(
         view=view,
         places=where,
-        rows=rows(ranks, front, behind),
+        rows=lines,
         flights=flights(front, plan.mesh, end),
         end=end,
         unit=words.unit_of(end),
@@ -103,6 +108,7 @@ def picture_info(
         fade=shortest / 2,
         numbered=len({span.microbatch for span in computing if span.microbatch >= 0}) > 1,
         lesson=told(steps, front, shortest, end),
+        critical=bars_of(critical, lines.bars),
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from viz import theme
 from viz.figures import words
+from viz.figures.critical import outline
 from viz.figures.picture import PictureInfo, digits_of, look_of, place_of
 from viz.figures.places import WIDTH, Box, Cell, Places, segment
 from viz.figures.rows import Bar
@@ -53,6 +54,8 @@ def still_traces(info: PictureInfo, text: words.Text) -> list[dict[str, Any]]:
         data.append(_shape([0], [0], theme.GROUND))
     if predicted:  # a veil that leaves a rim: outlined is predicted, solid is measured
         data.append(_shape(*_rectangles(info, predicted, rim=True), theme.GROUND) | {"opacity": 0.62})
+    if info.critical:
+        data.append(outline(info.critical, info.unit[0], digits_of(info), text("figure.critical")))
     return data
 
 

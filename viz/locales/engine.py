@@ -7,14 +7,16 @@ as the text of an operating system's error, it stays English rather than being l
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 from engine import modes
+from engine.analysis.words import name_of, object_of, sentence
 from engine.lessons import Lesson
 from engine.rules import SpecError
 from engine.spec import Spec
-from viz.locales import DEFAULT, read
+from viz.locales import DEFAULT, Catalogue, read
 
 
 def lesson(language: str, mode: str) -> Lesson:
@@ -45,6 +47,24 @@ def explain(language: str, error: SpecError) -> str:
     }
     sentence = words["rules"][error.code].format_map(error.values | phrases)
     return sentence + (words["try"].format(suggest=error.values["suggest"]) if error.suggest else "")
+
+
+def waiting(gap: Mapping[str, Any], time: str, text: Catalogue) -> str:
+    """The sentence of a piece of an idle gap (`engine.analysis.words`)."""
+    if text.language == DEFAULT:
+        return sentence(gap, time)
+    told = _words(text.language)["waits"]
+    kind, name = gap["kind"] or "", name_of(gap)
+    payload = f"figure.payload.{name}"
+    values = {
+        "kind": text(f"figure.op.{kind}") if kind else "",
+        "name": text(payload) if payload in text else text(f"figure.op.{name}") if name else "",
+        "microbatch": gap["microbatch"],
+        "part": gap["part"],
+    }
+    what = told["objects"][object_of(gap)].format_map(values)
+    values = {"rank": gap["rank"], "other": gap["other"], "time": time, "what": what}
+    return told["sentences"][gap["code"]].format_map(values | {"cause": told["names"][gap["cause"]]})
 
 
 def phrase(language: str, text: str) -> str:
