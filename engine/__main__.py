@@ -42,6 +42,8 @@ def parser() -> Parser:
             sub.add_argument("--format", default="perfetto", help=", ".join(commands.FORMATS))
             sub.add_argument("--output", help="the file to write (default: RUN_ID and the format's ending)")
             sub.add_argument("--language", default="en", help="of the HTML page: en, zh")
+        if name == "stragglers":
+            sub.add_argument("traces", nargs="+", help="files of PyTorch's profiler, .json or .json.gz, one a rank")
         if name == "simulate":
             sub.add_argument("--plan", action="store_true", help="print the plan, op by op, instead of its numbers")
     return top

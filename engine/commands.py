@@ -16,6 +16,7 @@ from typing import Any
 
 import engine
 from engine import archive, checkpoints, export, modes, notation, sampling, tables
+from engine.analysis import stragglers, traces
 from engine.job import count_gpus, lacks_compiler, prepare
 from engine.launch import LauncherError, open_handle, start
 from engine.rules import SpecError
@@ -171,6 +172,23 @@ def export_run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def find_stragglers(arguments: argparse.Namespace) -> int:
+    """Say who comes last to each collective, from the profiler traces of all ranks"""
+    try:
+        calls, names = traces.collectives(arguments.traces)
+    except ValueError as error:
+        raise SpecError("bad_traces", "traces", str(error)) from None
+    found, blamed = stragglers.late(calls), stragglers.stragglers(calls)
+    columns = (found.last, found.waited, found.longest)
+    each = [
+        {"call": i, "name": name, "last": None if last < 0 else last, "waited": waited, "longest": longest}
+        for i, (name, last, waited, longest) in enumerate(zip(names, *(c.tolist() for c in columns), strict=True))
+    ]
+    report = {"collectives": each, "ranks": [one._asdict() for one in blamed]}
+    print(json.dumps(report)) if arguments.json else print(tables.late(report))
+    return 0
+
+
 def doctor(arguments: argparse.Namespace) -> int:
     """Check that this machine can run trainings, by running one"""
     wanted = ("torch", "streamlit", "plotly", "networkx", "numpy", "pyarrow", "pytest")
@@ -203,6 +221,7 @@ COMMANDS = {
     "runs": list_runs,
     "show": show,
     "export": export_run,
+    "stragglers": find_stragglers,
     "doctor": doctor,
 }
 

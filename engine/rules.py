@@ -130,6 +130,7 @@ RULES = {
     "fault_with_peers": "The fault {value} is one among several processes, and here there is one.",
     "no_run": "There is no run with the id {value}.",
     "not_recorded": "The run {value} has no timeline: it has not ended, or nothing was recorded.",
+    "bad_traces": "Collectives cannot be read from these traces, one file a rank: {value}.",
     "cannot_write": "The file given as {setting} cannot be written: {value}.",
     "command_line": "The command line is not right: {value}. See --help.",
     "bad_resume": "resume is a run's id (letters, digits, dashes and underscores), or RUN_ID:STEP; {value} is not.",

@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 
+from engine import __main__ as command_line
 from engine.analysis.stragglers import Calls, Straggler, late, named, stragglers, waiting_share
 from engine.analysis.traces import collectives
 
@@ -151,3 +152,15 @@ def test_traces_that_cannot_be_matched_are_refused_in_a_sentence(tmp_path):
             collectives([tmp_path / "odd.json"])
     with pytest.raises(ValueError, match="cannot be read"):
         collectives([tmp_path / "missing.json"])
+
+
+def test_the_command_line_names_who_came_last(tmp_path, capsys):
+    paths = [str(path) for path in write_traces(tmp_path, DLRM)]
+    assert command_line.main(["stragglers", *paths, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [one["last"] for one in report["collectives"]] == [7, 5, 5, 4]
+    assert report["ranks"][0]["rank"] == 7
+    assert command_line.main(["stragglers", *paths]) == 0
+    assert "rank 7 last; the first waits 7.62 ms" in capsys.readouterr().out
+    assert command_line.main(["stragglers", paths[0], paths[0]]) == 2
+    assert "second file of rank 0" in capsys.readouterr().err

@@ -24,7 +24,7 @@ from viz.pages.picture import measured_timeline, show_picture
 from viz.pages.prediction import Shown, predict_asked
 from viz.pages.settings import escape, show_language, show_settings
 from viz.pages.state import Asked, act, filled, read_url, write_url
-from viz.pages.verdict import notices, resumed, show_failure, show_verdict
+from viz.pages.verdict import notices, oversubscribed, resumed, show_failure, show_verdict
 
 BUTTON = 190  # pixels
 
@@ -236,7 +236,8 @@ def _show_run(asked: Asked, shown: Shown, run: Opened, text: Catalogue) -> None:
     measured = measured_timeline(run.run_dir) if same else None
     if same and measured is None:
         st.caption(text("picture.unrecorded"))
-    show_picture(shown, measured, text, run.handle.run_id if same else _name(shown))
+    crowded = not run.elsewhere and oversubscribed(run.spec.to_dict())
+    show_picture(shown, measured, text, run.handle.run_id if same else _name(shown), crowded=crowded)
     if result is not None:
         # This machine's prediction is no measure of another's seconds.
         show_charts(result, shown, None if run.elsewhere else measured, text)

@@ -9,12 +9,14 @@ import streamlit as st
 
 from engine.timeline import Timeline
 from viz import player
+from viz.figures.critical import Key
 from viz.figures.moving import moving_picture
 from viz.figures.picture import picture_info, typical_step
 from viz.locales import Catalogue
 from viz.locales.engine import lesson
 from viz.pages.downloads import show_downloads
 from viz.pages.prediction import Shown
+from viz.pages.waits import Told, show_waits, told
 
 VIEWS = ("predicted", "measured", "both")
 
@@ -34,10 +36,11 @@ def measured_timeline(run_dir: Path) -> Timeline | None:
     return timeline if len(timeline) else None
 
 
-def show_picture(shown: Shown, measured: Timeline | None, text: Catalogue, name: str) -> None:
+def show_picture(shown: Shown, measured: Timeline | None, text: Catalogue, name: str, *, crowded: bool = False) -> None:
     """The moving picture and its files; with a measured run, the switch between it and the prediction, and the step.
+    Below it, where the time went in the step that it shows.
 
-    `name` is the run's id, or begins the files' names where there is none.
+    `name` is the run's id, or begins the files' names where there is none. `crowded`: the run's ranks shared cores.
     """
     spec, timeline = shown.prediction.job.spec, shown.prediction.timeline
     view, step = "predicted", None
@@ -45,9 +48,20 @@ def show_picture(shown: Shown, measured: Timeline | None, text: Catalogue, name:
         view, step = _show_switch(measured, name, text)
     part = None if measured is None or view == "predicted" else measured.step(step)
     settings = tuple(spec.to_params().items())
-    payload = _payload((settings, name, step, view, text.language), shown, part, text)
+    found = told((settings, name, None if part is None else step), shown, part, crowded and part is not None)
+    critical = _show_toggle(found, text)
+    payload = _payload((settings, name, step, view, text.language), shown, part, text, critical)
     player.show(payload, key="picture")
     show_downloads(name, spec, timeline if part is None else measured, payload, text)
+    show_waits(found, text, key="waits-chart")
+
+
+def _show_toggle(found: Told, text: Catalogue) -> tuple[Key, ...]:
+    """What is to be outlined in the timeline: the critical path, when somebody asks for it."""
+    if not found.path:
+        return ()
+    wanted = st.toggle(text("picture.critical"), key="critical", help=text("picture.critical.help"))
+    return found.path if wanted else ()
 
 
 def _show_switch(measured: Timeline, name: str, text: Catalogue) -> tuple[str, int]:
@@ -78,7 +92,9 @@ def _show_switch(measured: Timeline, name: str, text: Catalogue) -> tuple[str, i
 
 
 @st.cache_resource(max_entries=24, show_spinner=False)
-def _payload(key: tuple, _shown: Shown, _measured: Timeline | None, _text: Catalogue) -> dict[str, Any]:
+def _payload(
+    key: tuple, _shown: Shown, _measured: Timeline | None, _text: Catalogue, critical: tuple[Key, ...] = ()
+) -> dict[str, Any]:
     """What the player gets. `key` (settings, name, step, view, language) stands for what is too large to compare."""
     prediction, (*moment, view, _) = _shown.prediction, key
     info = picture_info(
@@ -89,6 +105,7 @@ def _payload(key: tuple, _shown: Shown, _measured: Timeline | None, _text: Catal
         view,
         memory=_shown.summary["peak_memory"],
         steps=lesson(_text.language, prediction.job.spec.mode).steps,
+        critical=critical,
     )
     # In another view or language the clock goes on where it is.
     return moving_picture(info, _text, id=repr(moment))
