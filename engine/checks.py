@@ -110,7 +110,7 @@ def _name_of(axis: str, spec: Spec) -> str:
 
 
 def _check_context_axis(spec: Spec) -> Spec:
-    """Sequences are dealt out to ranks that otherwise are replicas or shards of one model."""
+    """Sequences are dealt out to ranks that otherwise are replicas of one model."""
     if spec.cp == 1:
         for name in CONTEXT_SETTINGS:
             if getattr(spec, name) is not None:
@@ -118,9 +118,6 @@ def _check_context_axis(spec: Spec) -> Spec:
         return spec
     if spec.model not in MODE_MODELS["context"]:
         raise SpecError("model_of_mode", "model", spec.model, suggest=MODE_MODELS["context"], mode="context")
-    for other in ("pp", "dp", "tp"):
-        if getattr(spec, other) > 1:
-            raise SpecError("axes_together", "cp", spec.cp, suggest=[1], other=other, works="fsdp")
     return check_context(spec.with_(attention=spec.attention or MODE_SETTINGS["context"]["attention"]), "cp")
 
 
@@ -228,7 +225,8 @@ def _check_shards(spec: Spec, layers: tuple[Layer, ...]) -> None:
     the features between a pair."""
     features = next(layer.output[-1] for layer in layers if len(layer.output) == 1) if spec.model != "gpt" else 0
     vocabulary = layers[-1].output[-1]
-    gpt = {"heads": spec.heads, "context": spec.context, "vocabulary": vocabulary}
+    context = spec.context and spec.context // degrees(spec).get("cp", 1)  # of a rank that deals it out among others
+    gpt = {"heads": spec.heads, "context": context, "vocabulary": vocabulary}
     sizes = gpt if spec.model == "gpt" else {"features": features}
     if spec.mode != "sequence" and not spec.sequence_parallel:
         sizes.pop("context", None)
@@ -249,10 +247,11 @@ def check_context(spec: Spec, setting: str = "devices") -> Spec:
     if spec.attention == "ulysses":
         if spec.balance == "head_tail":
             raise SpecError("does_not_apply", "balance", spec.balance, suggest=["none"], to="the attention ulysses")
-        shared = math.gcd(spec.heads, spec.context)
+        heads = spec.heads // degrees(spec).get("tp", 1)  # that a tensor rank has
+        shared = math.gcd(heads, spec.context)
         if shared % degree:
             good = nearest([d for d in range(1, shared + 1) if shared % d == 0], degree, 8)
-            sizes = {"heads": spec.heads, "context": spec.context}
+            sizes = {"heads": heads, "context": spec.context}
             raise SpecError("heads_of_ulysses", setting, degree, suggest=good, **sizes)
         return spec.with_(balance="none")
     spec = spec.with_(balance=spec.balance or "head_tail")

@@ -117,9 +117,14 @@ class Job:
         return min(asked, self.steps)
 
     @property
+    def tokens(self) -> int | None:
+        """Of a sequence, as many as a rank sees: all, or its part where sequences are dealt out over cp."""
+        return self.spec.context and self.spec.context // self.degree("cp")
+
+    @property
     def target_bytes(self) -> int:
-        """Of a sample's bytes, those of its target: a class, or one for each token."""
-        return 8 * (self.spec.context or 1)
+        """Of a rank's bytes of a sample, those of its target: a class, or one for each token."""
+        return 8 * (self.tokens or 1)
 
     @property
     def processes(self) -> int:

@@ -53,7 +53,7 @@ class Graph:
     representative: list[int]  # the role's lowest rank
     num_ranks: list[int]  # how many ranks play the role
 
-    def group(self, template: int) -> range:
+    def group(self, template: int) -> Sequence[int]:
         """The ranks that do a template's op together, from the lowest rank of its role: its group along the op's axis,
         or the two ends of a message; that rank alone where it does not communicate."""
         op, rank = self.templates[template], self.representative[self.lanes[template][0]]
@@ -224,7 +224,7 @@ def _match_collectives(graph: Graph, calls: dict[tuple[int, str], np.ndarray], r
         if not graph.plan.mesh.has(axis) or (role, axis) in done:
             continue
         group = group_of(graph.plan.mesh, graph.representative[role], axis)
-        members = np.unique(role_of[group.start : group.stop : group.step]).tolist()
+        members = np.unique(role_of[np.array(group)]).tolist()
         done |= {(member, axis) for member in members}
         leader = calls.get((members[0], axis), np.array([], dtype=np.int64))
         for member in members:

@@ -15,7 +15,7 @@ MESSAGES = ("send", "recv")
 KINDS = COMPUTE + COLLECTIVES + MESSAGES
 PAYLOADS = ("batch", "activation", "gradient", "weights", "tokens", "control")
 AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
-FLAT = {"dp_ep": ("dp", "ep")}  # neighbours taken as one axis by an op, as torch's DeviceMesh flattens them
+FLAT = {"dp_ep": ("dp", "ep"), "dp_cp": ("dp", "cp")}  # axes taken as one by an op, as torch's DeviceMesh flattens them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +68,7 @@ def lane_of(op: Op, coordinate: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Ranks as a grid, like torch's DeviceMesh: the last axis varies fastest."""
+    """Ranks as a grid, like torch's DeviceMesh: the last axis varies fastest. A rank may be an array of ranks."""
 
     axes: tuple[str, ...] = ()
     degrees: tuple[int, ...] = ()
@@ -81,18 +81,28 @@ class Mesh:
         return all(each in self.axes for each in FLAT.get(axis, (axis,)))
 
     def degree(self, axis: str) -> int:
-        return math.prod(self.degrees[self.axes.index(a)] for a in FLAT.get(axis, (axis,)) if a in self.axes)
+        return math.prod(self.degrees[self.axes.index(each)] for each in self._of(axis))
 
     def stride(self, axis: str) -> int:
         """Ranks from one coordinate to the next."""
         return math.prod(self.degrees[self.axes.index(FLAT.get(axis, (axis,))[-1]) + 1 :])
 
     def coordinate(self, rank: int, axis: str) -> int:
-        return rank // self.stride(axis) % self.degree(axis)
+        """Of axes taken as one the last varies fastest."""
+        found = 0
+        for each in self._of(axis):
+            found = found * self.degree(each) + rank // self.stride(each) % self.degree(each)
+        return found
 
     def peer(self, rank: int, axis: str, index: int) -> int:
         """The rank that differs from `rank` only in `axis`, where its coordinate is `index`."""
-        return rank + (index - self.coordinate(rank, axis)) * self.stride(axis)
+        for each in reversed(self._of(axis)):
+            index, wanted = divmod(index, self.degree(each))
+            rank = rank + (wanted - rank // self.stride(each) % self.degree(each)) * self.stride(each)
+        return rank
+
+    def _of(self, axis: str) -> list[str]:
+        return [each for each in FLAT.get(axis, (axis,)) if each in self.axes]
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
         return tuple(self.peer(rank, axis, i) for i in range(self.degree(axis)))

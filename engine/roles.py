@@ -27,10 +27,10 @@ def uniform(plan: Plan, apart: Sequence[int] | None = None) -> Plan:
     named = {axis for pairs in talks for axis, peer in pairs if peer is not None}
     mesh, corner, of_rank = _small(plan.mesh, role, named)
     small, program = role[corner], program[corner]
-    coordinates = {axis: _coordinates(mesh, axis) for axis in {axis for pairs in talks for axis, _ in pairs}}
+    axes = {axis for pairs in talks for axis, _ in pairs}
     count = int(role.max()) + 1
     while count < len(small):
-        small = _split(small, program, talks, coordinates)
+        small = _split(small, program, talks, mesh, axes)
         if small.max() + 1 == count:
             break
         count = int(small.max()) + 1
@@ -45,8 +45,10 @@ def uniform(plan: Plan, apart: Sequence[int] | None = None) -> Plan:
     return Plan(plan.mesh, programs, tuple(number[role].tolist()), plan.layers)
 
 
-def group_of(mesh: Mesh, rank: int, axis: str) -> range:
-    """The ranks of a rank's group along an axis."""
+def group_of(mesh: Mesh, rank: int, axis: str) -> Sequence[int]:
+    """The ranks of a rank's group along an axis, in rising order."""
+    if axis in FLAT:
+        return mesh.group(rank, axis)
     stride, degree = mesh.stride(axis), mesh.degree(axis)
     lowest = rank - rank // stride % degree * stride
     return range(lowest, lowest + degree * stride, stride)
@@ -75,15 +77,9 @@ def _numbered(*columns: np.ndarray) -> np.ndarray:
     return np.unique(np.stack(columns), axis=1, return_inverse=True)[1].reshape(-1)
 
 
-def _coordinates(mesh: Mesh, axis: str) -> tuple[np.ndarray, int, int]:
-    """(coordinate of every rank on an axis, ranks from one coordinate to the next, degree)"""
-    stride, degree = mesh.stride(axis), mesh.degree(axis)
-    return np.arange(mesh.size) // stride % degree, stride, degree
-
-
-def _split(role: np.ndarray, program: np.ndarray, talks: list, coordinates: dict) -> np.ndarray:
+def _split(role: np.ndarray, program: np.ndarray, talks: list, mesh: Mesh, axes: set[str]) -> np.ndarray:
     """Roles split once, by the roles that their ranks talk to."""
-    groups = {axis: _group_kinds(role, *place) for axis, place in coordinates.items()}
+    groups = {axis: _group_kinds(role, mesh, axis) for axis in axes}
     out, count = np.empty_like(role), 0
     by_role = np.argsort(role, kind="stable")
     for ranks in np.split(by_role, np.flatnonzero(np.diff(role[by_role])) + 1):
@@ -95,24 +91,22 @@ def _split(role: np.ndarray, program: np.ndarray, talks: list, coordinates: dict
             if peer is None:
                 seen.append(groups[axis][ranks])
             else:
-                coordinate, stride, _ = coordinates[axis]
-                seen += [coordinate[ranks], role[ranks + (peer - coordinate[ranks]) * stride]]
+                seen += [mesh.coordinate(ranks, axis), role[mesh.peer(ranks, axis, peer)]]
         kind = _numbered(*seen)
         out[ranks] = count + kind
         count += int(kind.max()) + 1
     return out
 
 
-def _group_kinds(role: np.ndarray, coordinate: np.ndarray, stride: int, degree: int) -> np.ndarray:
+def _group_kinds(role: np.ndarray, mesh: Mesh, axis: str) -> np.ndarray:
     """For every rank a number that is equal where the groups along an axis have the same roles in them.
 
     How many ranks play each does not matter: a group waits for the last of them.
     """
-    lowest = np.arange(len(role)) - coordinate * stride
-    by_group = np.lexsort((role, lowest))
-    roles = role[by_group].reshape(-1, degree)
+    by_group = np.lexsort((role, mesh.peer(np.arange(len(role)), axis, 0)))
+    roles = role[by_group].reshape(-1, mesh.degree(axis))
     roles[:, 1:][roles[:, 1:] == roles[:, :-1]] = -1
     _, kind = np.unique(np.sort(roles, axis=1), axis=0, return_inverse=True)
     out = np.empty_like(role)
-    out[by_group] = np.repeat(kind.reshape(-1), degree)
+    out[by_group] = np.repeat(kind.reshape(-1), mesh.degree(axis))
     return out

@@ -110,7 +110,6 @@ RULES = {
     "one more is needed; {setting} is {value}.",
     "needs_axis": "{setting} is for a mesh whose degree {axis} is above 1; it is {value}. Leave it out.",
     "axis_of_model": "A mesh for the model {model} can have {works}, and no {setting}; {setting} is {value}.",
-    "axes_together": "Beside {setting} a mesh can have {works}, and no {other}; {setting} is {value}.",
     "schedule_of_mode": "The mode {mode} does not run the schedule {value}.",
     "heads_divide": "heads must divide hidden ({hidden}); it is {value}.",
     "top_k_of_experts": "top-k must not exceed the number of experts ({experts}); it is {value}.",

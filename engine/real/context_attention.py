@@ -70,9 +70,9 @@ class Hop:
         ops = []
         for kind, call, buffer, step in ends:
             peer = (ranks.rank + step) % ranks.size
-            ranks.recorder.message(
-                kind, payload=payload, peer=peer, size=buffer.nbytes, axis="cp", part=f"{ranks.layer}.{part}"
-            )
+            where = {"axis": "cp", "part": f"{ranks.layer}.{part}"}
+            where |= {"stage": ranks.recorder.stage, "microbatch": ranks.recorder.microbatch}
+            ranks.recorder.message(kind, payload=payload, peer=peer, size=buffer.nbytes, **where)
             ops.append(dist.P2POp(call, buffer, group=ranks.group, group_peer=peer))
         self.works = dist.batch_isend_irecv(ops)
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from torch.distributed import device_mesh
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.tensor import DTensor
@@ -24,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import modes
 from engine.job import Job
+from engine.plan import FLAT, Mesh
 from engine.real.recorder import Recorder
 from engine.real.training import Place, Training
 
@@ -74,6 +74,15 @@ def _group_name(argument: object) -> str | None:
     return argument if isinstance(argument, str) else None
 
 
+def _axes(mesh: Mesh, rank: int) -> dict[str, str]:
+    """The axis of each process group: the one whose ranks it has."""
+    axes = {mesh.group(rank, axis): axis for axis in (*FLAT, *mesh.axes) if mesh.has(axis)}
+    groups = dist.distributed_c10d._world.pg_group_ranks.items()
+    return {
+        group.group_name: axes[ranks] for group, ranks in ((g, tuple(sorted(r))) for g, r in groups) if ranks in axes
+    }
+
+
 def _agree(schedule: _PipelineSchedule, stages: list, *args) -> None:
     """What stages find out by asking each other: that all of them know the shapes of their messages."""
     for stage in stages:
@@ -84,21 +93,17 @@ def _agree(schedule: _PipelineSchedule, stages: list, *args) -> None:
 def playing(job: Job, rank: int, folder: Path) -> Iterator[tuple[Training, Calls]]:
     """The job's training as `rank` has it, and what it calls from now on."""
     dist.init_process_group("fake", rank=rank, world_size=job.spec.devices, store=FakeStore())
-    made: list[device_mesh.DeviceMesh] = []
-    run = modes.run(job.spec.mode)
-    create, ask = run.init_device_mesh, _PipelineSchedule._warmup_p2p
-    run.init_device_mesh = lambda *args, **kwargs: made.append(create(*args, **kwargs)) or made[-1]
+    ask = _PipelineSchedule._warmup_p2p
     _PipelineSchedule._warmup_p2p = _agree
     called = {name: value for name, value in vars(funcol).items() if callable(value)}
     try:
         recorder = Recorder(folder / "spans", rank, 0, enabled=False)
         place = Place(rank, job.spec.devices, torch.device("cpu"), recorder, folder)
-        training = run.training(job, place)
-        axis_of = {made[0].get_group(axis).group_name: axis for axis in made[0].mesh_dim_names}
-        with Calls(axis_of) as calls:
+        training = modes.run(job.spec.mode).training(job, place)
+        with Calls(_axes(modes.plan(job).mesh, rank)) as calls:
             yield training, calls
     finally:
-        run.init_device_mesh, _PipelineSchedule._warmup_p2p = create, ask
+        _PipelineSchedule._warmup_p2p = ask
         dist.destroy_process_group()
         vars(funcol).update(called)  # without what announces them to a recorder
         _clear_sharding_prop_cache()  # it would find this world's groups again in an equal mesh of the next one

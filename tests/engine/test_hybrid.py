@@ -96,6 +96,52 @@ def test_without_a_pipeline_a_layer_is_gathered_for_each_way():
     }
 
 
+def test_replicas_with_other_samples_and_with_other_tokens_average_together():
+    plan = modes.plan(job_of({"dp": 2, "fsdp": 2, "cp": 2}))
+    assert (plan.mesh.axes, plan.mesh.group(5, "dp_cp"), plan.mesh.group(5, "fsdp")) == (
+        ("dp", "fsdp", "cp"), (0, 1, 4, 5), (5, 7),
+    )  # fmt: skip
+    block = 4 * (12 * HIDDEN**2 + 2 * HIDDEN)
+    for program in plan.programs:
+        averaged = [op.bytes for op in program.ops if op.axis == "dp_cp" and op.part == "block1"]
+        assert averaged == [block // 2]
+    match(plan)
+    assert parse_plan(format_plan(plan)) == plan
+
+
+def test_a_ring_in_a_mesh_carries_the_heads_of_a_tensor_rank_and_a_stage_hands_on_its_own_tokens():
+    settings = {"microbatches": 4, "schedule": "zbv", "sequence_parallel": True, "layers": 6}
+    plan = modes.plan(job_of({"pp": 2, "cp": 2, "tp": 2}, **settings))
+    samples, tokens = 16 // 4, CONTEXT // 2
+    for rank in range(8):
+        ops = plan.program(rank).ops
+        hops = [op.bytes for op in ops if op.axis == "cp" and op.kind == "send"]
+        blocks = sum(plan.layers[i].startswith("block") for i in plan.program(rank).holds)
+        assert hops == [4 * samples * 2 * tokens * HIDDEN // 2] * (4 * blocks * (1 + 3))  # of half the heads
+        assert {op.bytes for op in ops if op.axis == "pp" and op.peer is not None} == {
+            4 * samples * tokens * HIDDEN // 2
+        }
+    loads = [next(op for op in plan.program(rank).ops if op.kind == "load") for rank in (0, 2)]
+    assert [op.part for op in loads] == ["tokens 0:4 12:16", "tokens 4:12"]
+    assert {op.bytes for op in loads} == {16 * 2 * 8 * tokens}
+    match(plan)
+
+
+@pytest.mark.parametrize("attention", ["ring", "all_gather", "ulysses"])
+def test_what_tensor_ranks_keep_of_attention_is_what_one_rank_keeps_in_parts(attention):
+    """Of q, k, v, the output and its log-sum-exps: nothing of it twice, and nothing left out."""
+    kept = []
+    for degrees in ({"cp": 2}, {"cp": 2, "tp": 2}):
+        ops = modes.plan(job_of(degrees, attention=attention, heads=4)).programs[0].ops
+        kept.append({op.part: op.saved for op in ops if op.kind == "forward" and "block1" in op.part})
+    numbers = 4 * 16 * CONTEXT // 2  # bytes of one number of each token that a rank sees
+    norms = 2 * numbers * (2 * HIDDEN + 1)  # whole on every tensor rank, as are the sums after both pairs
+    whole, part = (sum(each.values()) - norms - 2 * numbers * HIDDEN for each in kept)
+    assert part == whole / 2
+    copies = 2 if attention == "ulysses" else 1  # of attention's output, by tokens and by heads
+    assert kept[1]["block1.proj"] == numbers * (copies * HIDDEN + 4) // 2
+
+
 def test_tensor_ranks_that_share_out_tokens_gather_and_scatter_them_and_hand_shards_to_the_next_stage():
     """Of each sum an all-gather and a reduce-scatter are made; norms, which see some tokens, are summed once a step."""
     settings = {"schedule": "1f1b", "microbatches": 4}
@@ -264,12 +310,9 @@ def _words(order: list) -> list[str]:
         ("hybrid", {"fsdp": 8, "tp": 8}, 33, {}),
         ("hybrid", {"dp": 4, "fsdp": 32, "tp": 8}, 517, {"clip": 1.0}),
         ("hybrid", {"pp": 4, "fsdp": 4, "tp": 4}, 22, {"microbatches": 4, "clip": 1.0}),
-        (
-            "hybrid",
-            {"pp": 4, "dp": 2, "fsdp": 1, "tp": 8},
-            41,
-            {"microbatches": 4, "clip": 1.0, "sequence_parallel": True},
-        ),
+        ("hybrid", {"pp": 4, "dp": 2, "fsdp": 1, "tp": 8}, 41, {"microbatches": 4, "clip": 1.0, **SEQUENCES}),
+        ("hybrid", {"dp": 2, "fsdp": 4, "cp": 4, "tp": 2}, 43, {"clip": 1.0, **SEQUENCES}),
+        ("hybrid", {"pp": 4, "dp": 2, "fsdp": 4, "cp": 4, "tp": 8}, 1000, {"microbatches": 4, "context": 64}),
         ("hybrid", {"pp": 4, "dp": 2, "fsdp": 16, "tp": 8}, 1000, {"schedule": "zbv", "layers": 6, "microbatches": 2}),
     ],
 )
@@ -340,6 +383,14 @@ def _padded(parameters) -> int:
         ({"tp": 2, "fsdp": 2}, {"clip": 0.1, "sequence_parallel": True}),
         ({"tp": 2, "pp": 2}, {"schedule": "zbv", "sequence_parallel": True, "clip": 0.1}),
         ({"tp": 2, "pp": 2, "fsdp": 2}, {"schedule": "interleaved_1f1b", "sequence_parallel": True}),
+        ({"cp": 2, "tp": 2}, {"clip": 0.1}),
+        ({"cp": 2, "pp": 2}, {"schedule": "1f1b", "attention": "all_gather", "evaluate_every": 2}),
+        ({"cp": 2, "dp": 2}, {"attention": "ulysses"}),
+        ({"cp": 2, "pp": 2}, {"schedule": "zbv"}),
+        ({"dp": 2, "fsdp": 2, "cp": 2}, {"clip": 0.1}),
+        ({"cp": 2, "tp": 2, "fsdp": 2}, {"sequence_parallel": True, "clip": 0.1}),
+        ({"cp": 2, "tp": 2, "pp": 2}, {"schedule": "interleaved_zero_bubble", "attention": "ulysses", "heads": 4}),
+        ({"cp": 2, "fsdp": 2, "pp": 2}, {"schedule": "interleaved_1f1b", "optimizer": "adamw", "lr": 1e-3}),
     ],
 )
 def test_a_mesh_equals_one_device_and_does_what_was_planned(degrees, settings, launcher, runs_dir):

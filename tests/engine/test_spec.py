@@ -99,7 +99,6 @@ JOINED = [
     ({"mode": "hybrid", "devices": "2", "microbatches": "4"}, "needs_axis", "microbatches"),
     ({"mode": "hybrid", "devices": "2", "pp": "2", "schedule": "dualpipe"}, "schedule_of_mode", "schedule"),
     ({"mode": "hybrid", "devices": "4", "tp": "2", "fsdp": "2", "balance": "none"}, "needs_axis", "balance"),
-    ({"mode": "hybrid", "devices": "4", "tp": "2", "cp": "2", "model": "gpt"}, "axes_together", "cp"),
     ({"mode": "hybrid", "devices": "4", "cp": "2", "fsdp": "2", "model": "mlp"}, "model_of_mode", "model"),
     ({"mode": "hybrid", "devices": "4", "ep": "2", "tp": "2", "model": "moe"}, "axis_of_model", "tp"),
     ({"mode": "hybrid", "devices": "6", "cp": "3", "fsdp": "2", "model": "gpt"}, "context_divides", "cp"),

@@ -1,7 +1,7 @@
 """A layer, on a rank of the axis cp -> its pieces, and the messages or collectives between them, for one sample.
 
-Outside of attention a rank works on its own tokens. A block is cut before its attention, after it, and where attention
-waits for others:
+Outside of attention a rank works on its own tokens (`own_tokens`). A block is cut before its attention, after it, and
+where attention waits for others:
 
 ring       keys and values go round; in backward too, and one hop behind them the sums of their gradients, which are
            home after as many hops as there are ranks (Liu et al. 2023, arXiv:2310.01889)
@@ -23,48 +23,61 @@ from engine.modes.tensor.shards import piece
 from engine.plan import Op
 from engine.shapes import FP32, Layer
 
+KEPT = {"ring": 3, "all_gather": 1, "ulysses": 0}  # of q, k and v, those that are kept as they were made
 Hop = Callable[[str, Layer], Op]  # (payload, the piece that it is for) -> the message
 
 
+def own_tokens(job: Job) -> Job:
+    """The job as a rank of cp has it: its layers do as much for each token, and it has some of the tokens."""
+    ranks = job.degree("cp")
+    if ranks == 1:
+        return job
+
+    def own(layer: Layer) -> Layer:
+        output = (layer.output[0] // ranks, *layer.output[1:])
+        return dataclasses.replace(layer, flops=layer.flops // ranks, output=output, saved=layer.saved // ranks)
+
+    return dataclasses.replace(job, layers=tuple(map(own, job.layers)), sample_bytes=job.sample_bytes // ranks)
+
+
 def forward(job: Job, layer: Layer, rank: int) -> Cut:
-    """`rank`: the coordinate on the axis cp."""
+    """`layer`: of `own_tokens`. `rank`: the coordinate on the axis cp."""
     if job.degree("cp") == 1 or not layer.name.startswith("block"):
-        return [_own_tokens(job, layer)]
+        return [layer]
     before, after = _around(job, layer)
-    return [before, *ATTENTION[job.spec.attention][0](job, layer, rank), after]
+    return [before, *attention(job, layer, rank, back=False), after]
 
 
 def backward(job: Job, layer: Layer, rank: int) -> Cut:
     if job.degree("cp") == 1 or not layer.name.startswith("block"):
-        return [_own_tokens(job, layer)]
+        return [layer]
     before, after = _around(job, layer)
-    return [after, *ATTENTION[job.spec.attention][1](job, layer, rank), before]
+    return [after, *attention(job, layer, rank, back=True), before]
+
+
+def attention(job: Job, layer: Layer, rank: int, *, back: bool) -> Cut:
+    """Between a block's queries, keys and values, and what is made of the result; in a mesh with tp, of some heads."""
+    return ATTENTION[job.spec.attention][back](job, layer, rank)
 
 
 def parts(job: Job, kind: str, name: str, rank: int) -> tuple[str, ...]:
     """Names of the pieces of layer `name` in a pass of this kind, for the recorder."""
-    (layer,) = [layer for layer in job.layers if layer.name == name]
+    (layer,) = [layer for layer in own_tokens(job).layers if layer.name == name]
     cut = (forward if kind == "forward" else backward)(job, layer, rank)
     return tuple(item.name for item in cut if isinstance(item, Layer))
 
 
-def _own_tokens(job: Job, layer: Layer) -> Layer:
-    """Embedding and head do as much for each token, and so does all of a layer where nothing is dealt out."""
-    ranks = job.degree("cp")
-    own = (layer.output[0] // ranks, *layer.output[1:])
-    return dataclasses.replace(layer, flops=layer.flops // ranks, output=own, saved=layer.saved // ranks)
-
-
-def _tokens(job: Job) -> int:
-    return job.spec.context // job.degree("cp")
+def _width(job: Job) -> int:
+    """Of the queries of a token, as of its keys and values: of all heads that a rank has."""
+    return job.spec.hidden // job.degree("tp")
 
 
 def _around(job: Job, layer: Layer) -> tuple[Layer, Layer]:
     """A block before its attention and after it. What attention keeps is counted where it is made: before, of q, k, v
     what is not exchanged first; after, its output and the log-sum-exp of each head."""
-    c, h, kind = _tokens(job), job.spec.hidden, job.spec.attention
-    kept = {"ring": 3, "all_gather": 1, "ulysses": 0}[kind]
-    rest = layer.saved // job.degree("cp") - FP32 * c * 5 * h  # but the first norm's input and output, q, k and v
+    c, h, kind = job.tokens, job.spec.hidden, job.spec.attention
+    kept = KEPT[kind]
+    rest = layer.saved - FP32 * c * 5 * h  # but the first norm's input and output, q, k and v
     copy = FP32 * c * h if kind == "ulysses" else 0  # attention's output by heads, beside that by tokens
     before = piece(
         layer, "qkv", "norm1", "qkv",
@@ -79,13 +92,13 @@ def _around(job: Job, layer: Layer) -> tuple[Layer, Layer]:
 
 def _attention(job: Job, layer: Layer, name: str, pairs: int, *, saved: int = 0) -> Layer:
     """Scores and weighted sum for so many pairs of a query and a key; reads q, k and v, and writes as much as q."""
-    h = job.spec.hidden
-    return piece(layer, name, flops=2 * 2 * pairs * h, saved=saved, output=(_tokens(job) if pairs else 0, 4 * h))
+    h = _width(job)
+    return piece(layer, name, flops=2 * 2 * pairs * h, saved=saved, output=(job.tokens if pairs else 0, 4 * h))
 
 
 def _kv_bytes(job: Job) -> int:
     """Keys and values of a rank's own tokens."""
-    return FP32 * 2 * _tokens(job) * job.spec.hidden
+    return FP32 * 2 * job.tokens * _width(job)
 
 
 # --- ring -----------------------------------------------------------------------------------------------------------
@@ -111,9 +124,9 @@ def _ring_forward(job: Job, layer: Layer, rank: int) -> Cut:
 def _ring_backward(job: Job, layer: Layer, rank: int) -> Cut:
     """A sum is of a turn's gradients of keys and values and of those that came from the rank before."""
     turns, send, recv = _turns(job, layer, rank), *_hops(job, rank)
-    added = {"flops": _kv_bytes(job) // FP32 // 2, "output": (_tokens(job), 2 * job.spec.hidden)}
+    added = {"flops": _kv_bytes(job) // FP32 // 2, "output": (job.tokens, 2 * _width(job))}
     sums = [piece(layer, f"sum{t}", **added) for t in range(len(turns))]
-    wanting = [*sums[1:], _around(job, layer)[0]]  # the piece that waits for what is sent on after each turn
+    wanting = [*sums[1:], piece(layer, "qkv", output=())]  # the piece that waits for what is sent on after each turn
     cut: Cut = [send("activation", turns[1])]
     for t, turn in enumerate(turns):
         cut.append(turn)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from engine import chain
 from engine.job import Job
-from engine.modes.context.cuts import backward, forward
+from engine.modes.context.cuts import backward, forward, own_tokens
 from engine.modes.context.deal import span
 from engine.modes.ddp import plan as ddp
 from engine.modes.ddp.buckets import buckets
@@ -25,17 +25,17 @@ def plan(job: Job, step: int) -> Plan:
     reduces = [op for op in shared if op.kind == "all_reduce"]
     last = [bucket.params[-1] for bucket in buckets(job.layers, job.spec.bucket_mb if step else None)]
     due = dict(zip(last, reduces, strict=True))
-    ranks, samples = job.degree("cp"), job.local_batch
+    ranks, samples, own = job.degree("cp"), job.local_batch, own_tokens(job)
     programs: dict[tuple[Op, ...], int] = {}
     roles = []
     for rank in range(ranks):
-        load = chain.load(job.sample_bytes // ranks, samples)
+        load = chain.load(own.sample_bytes, samples)
         if ranks > 1:
             load = dataclasses.replace(load, part=span(rank, ranks, job.spec.context, job.spec.balance))
         ops = [load, *control]
-        for layer in job.layers:
+        for layer in own.layers:
             ops += ops_of(forward(job, layer, rank), chain.forward, samples)
-        for layer in reversed(job.layers):
+        for layer in reversed(own.layers):
             for item in backward(job, layer, rank):
                 ops += ops_of([item], chain.backward, samples)
                 made = [f"{layer.name}.{name}" for name, _ in item.params] if isinstance(item, Layer) else []

@@ -21,27 +21,36 @@ def training(job: Job, place: Place) -> LocalTraining:
     group = init_device_mesh(place.device.type, (place.world_size,), mesh_dim_names=("cp",)).get_group("cp")
     chain = models.build(job).to(place.device)
     batches = Batches(job, 0, 1, place.device)
-    deal_out(chain, batches, job, group, place.recorder)
+    deal_out(batches, job, group)
+    look_around(chain, job, group, place.recorder)
+    place.recorder.parts = functools.cache(lambda kind, layer: parts(job, kind, layer, place.rank))
     replica = replicate(chain, job, place, axis="cp", group=group)
     optimizer = models.make_optimizer(job, replica.parameters())
     return LocalTraining(job, place, chain, replica, batches, optimizer)
 
 
-def deal_out(chain: models.Chain, batches: Batches, job: Job, group: dist.ProcessGroup, recorder: Recorder) -> None:
-    """Give a rank of `group` its own tokens of every sequence, and the chain the attention that asks the others.
+def deal_out(batches: Batches, job: Job, group: dist.ProcessGroup) -> None:
+    """Leave a rank of `group` its own tokens of every sequence."""
+    if dist.get_world_size(group) > 1:
+        places = _places(job, group)
+        batches.x, batches.y = batches.x[:, places], batches.y[:, places]
+        batches.validation = tuple(part[:, places] for part in batches.validation)
 
-    The chain's parameters stay as they are, so it may be wrapped in anything that averages gradients over `group`.
+
+def look_around(chain: models.Chain, job: Job, group: dist.ProcessGroup, recorder: Recorder) -> None:
+    """Give the chain the attention that asks the other ranks of `group`.
+
+    Its parameters stay as they are, so it may be wrapped in anything that averages gradients over `group`.
     """
-    spec, ranks, rank = job.spec, dist.get_world_size(group), dist.get_rank(group)
-    if ranks == 1:
+    if dist.get_world_size(group) == 1:
         return
-    places = torch.tensor(positions(rank, ranks, spec.context, spec.balance))
-    batches.x, batches.y = batches.x[:, places], batches.y[:, places]
-    batches.validation = tuple(part[:, places] for part in batches.validation)
-    recorder.parts = functools.cache(lambda kind, layer: parts(job, kind, layer, rank))
     for name, layer in chain.named_children():
         if isinstance(layer, models.Embed):
-            layer.places = places.to(batches.device)
+            layer.places = _places(job, group).to(next(layer.parameters()).device)
         if isinstance(layer, models.Block):
-            among = Ranks(group, recorder, spec.balance, name)
-            layer.attention = functools.partial(ATTENTION[spec.attention], ranks=among)
+            among = Ranks(group, recorder, job.spec.balance, name)
+            layer.attention = functools.partial(ATTENTION[job.spec.attention], ranks=among)
+
+
+def _places(job: Job, group: dist.ProcessGroup) -> torch.Tensor:
+    return torch.tensor(positions(dist.get_rank(group), dist.get_world_size(group), job.spec.context, job.spec.balance))

@@ -6,16 +6,17 @@ only changes the order. GPUs gather on a stream of their own, one layer ahead in
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from engine import chain
 from engine.cost.machine import machine
 from engine.job import Job
 from engine.modes.fsdp.norms import norm_sums
+from engine.modes.fsdp.replicas import replicas_of
 from engine.modes.fsdp.units import equal_ranks, gathered_bytes, padded_bytes, shard
 from engine.plan import Mesh, Op, Plan, Program
 from engine.shapes import Layer
 
-REPLICATED = ("dp", "cp")  # axes along which equal shards meet; a mesh has one of them at most
 Passes = Callable[[bool], list[Op]]  # whether gradients are reduced -> forward and backward
 
 
@@ -59,11 +60,6 @@ def forward(job: Job, mesh: Mesh, units: Sequence[chain.Unit]) -> list[Op]:
     return [*gathers[0], *(op for new, unit in zip(ahead, units, strict=True) for op in (*new, *unit.forward))]
 
 
-def is_shared(mesh: Mesh) -> bool:
-    """Whether ranks share layers, or average their gradients: then FSDP does it."""
-    return any(axis in mesh.axes for axis in ("fsdp", *REPLICATED))
-
-
 def overlaps(job: Job) -> bool:
     """Whether ranks have devices of their own, with streams for communication."""
     return machine(job.spec.machine).cores == 0
@@ -81,8 +77,9 @@ def reduce(unit: chain.Unit, job: Job, mesh: Mesh) -> list[Op]:
     layer, ranks, ops = unit.layer, mesh.degree("fsdp"), [*unit.sums]
     if ranks > 1:
         ops.append(_collective("reduce_scatter", layer, "gradient", "fsdp", gathered_bytes(layer, ranks), job))
-    axes = [axis for axis in REPLICATED if axis in mesh.axes]
-    return ops + [_collective("all_reduce", layer, "gradient", a, padded_bytes(layer, ranks), job) for a in axes]
+    if axis := replicas_of(mesh):
+        ops.append(_collective("all_reduce", layer, "gradient", axis, padded_bytes(layer, ranks), job))
+    return ops
 
 
 def _collective(kind: str, layer: Layer, payload: str, axis: str, size: int, job: Job) -> Op:
@@ -92,13 +89,21 @@ def _collective(kind: str, layer: Layer, payload: str, axis: str, size: int, job
 def sharded(job: Job, mesh: Mesh, units: Sequence[chain.Unit], passes: Passes, *, gathered: int) -> Plan:
     """The passes of every micro-step, and the update of each rank's own shard. `gathered`: most bytes of whole layers
     at any time. Gradients that wait for the last micro-step wait whole, and become shards layer by layer after it."""
-    held = dict(enumerate(unit.layer for unit in units))
-    steps = chain.microsteps(job, lambda k, synced: passes(synced))
-    waits = job.microsteps > 1 and not job.spec.sync_every_microstep
-    whole = sum(layer.param_bytes for layer in held.values()) if waits else 0
-    programs, roles = sharing(job, mesh, held, lambda update: (*steps, *update), {"gathered": gathered}, least=whole)
+    programs, roles = sharded_programs(job, mesh, units, passes, gathered=gathered)
     names = tuple(layer.name for layer in job.layers)
     return Plan(mesh, tuple(programs), tuple(roles[shard_of(mesh, rank)] for rank in range(mesh.size)), names)
+
+
+def sharded_programs(
+    job: Job, mesh: Mesh, units: Sequence[chain.Unit], passes: Passes, *, gathered: int, tokens: str = ""
+) -> tuple[list[Program], list[int]]:
+    """Its programs, and which each coordinate on fsdp runs. `tokens`: in words those that are loaded, if not all."""
+    held = dict(enumerate(unit.layer for unit in units))
+    steps = chain.microsteps(job, lambda k, synced: passes(synced))
+    steps = [replace(op, part=tokens) if op.kind == "load" else op for op in steps]
+    waits = job.microsteps > 1 and not job.spec.sync_every_microstep
+    whole = sum(layer.param_bytes for layer in held.values()) if waits else 0
+    return sharing(job, mesh, held, lambda update: (*steps, *update), {"gathered": gathered}, least=whole)
 
 
 def sharing(

@@ -17,8 +17,8 @@ LESSON = Lesson(
         ),
         Step(
             "Data assignment",
-            "Each replica, of dp, fsdp and ep alike, loads its part of the batch; a pipeline cuts it into "
-            "microbatches.",
+            "Each replica, of dp, fsdp and ep alike, loads its part of the batch, and each rank of cp its tokens of "
+            "every sequence; a pipeline cuts it into microbatches.",
             kinds=("load",),
         ),
         Step(
@@ -36,7 +36,8 @@ LESSON = Lesson(
         ),
         Step(
             "Handing on",
-            "Activations go to the next stage along pp, or tokens to their experts along ep; gradients go back.",
+            "Activations go to the next stage along pp, keys and values round along cp, or tokens to their experts "
+            "along ep; gradients go back.",
             kinds=("send", "recv", "all_to_all"),
         ),
         Step(
@@ -47,11 +48,11 @@ LESSON = Lesson(
         ),
         Step(
             "Average over replicas",
-            "Each shard of gradients is averaged with its like in the other replicas, along dp, and so are experts; "
-            "what every rank of ep has, over all ranks.",
+            "Each shard of gradients is averaged with its like in the other replicas, along dp and cp, and so are "
+            "experts; what every rank of ep has, over all ranks.",
             kinds=("all_reduce",),
             payload="gradient",
-            axis=("dp", "dp_ep"),
+            axis=("dp", "cp", "dp_cp", "dp_ep"),
         ),
         Step("Update", "Every rank updates its own shard.", kinds=("optimizer",)),
     ),

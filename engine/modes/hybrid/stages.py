@@ -5,26 +5,28 @@ they are reduced once (PipelineStage leaves FSDP's own reductions out). Any othe
 lose its gradients, since FSDP puts other parameters in the place of those that the first half knew.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 
 from engine import chain, schedules
 from engine.job import Job
-from engine.modes.fsdp.plan import gather, is_shared, reduce, shard_of, sharing
+from engine.modes.fsdp.plan import gather, reduce, sharing
+from engine.modes.fsdp.replicas import is_shared
 from engine.modes.fsdp.units import gathered_bytes
-from engine.modes.hybrid.cuts import output_of, units_of
+from engine.modes.hybrid.cuts import output_of, tokens_of, units_of
 from engine.modes.pipeline.memory import beside
 from engine.modes.pipeline.plan import ONE_STAGE, load, samples_of
 from engine.modes.tensor.shards import held
-from engine.plan import Mesh, Op, Plan
+from engine.plan import Mesh, Op, Program
 from engine.schedules import Action, messages
 from engine.schedules.gathers import add_gathers
 
 Passes = dict[tuple[str, int], Sequence[Op]]  # (kind, stage) -> its ops
 
 
-def in_stages(job: Job, mesh: Mesh) -> Plan:
+def in_stages(job: Job, mesh: Mesh, place: int) -> Iterator[tuple[list[Program], list[int]]]:
+    """For each rank of the pipeline at `place` on cp: its programs, and which of them each coordinate on fsdp runs."""
     spec, layers, samples = job.spec, held(job), samples_of(job)
     shape = (spec.schedule, job.degree("pp"), spec.stages_per_rank)
     placement, pipelines = schedules.placement(*shape), schedules.pipelines(*shape)
@@ -33,30 +35,25 @@ def in_stages(job: Job, mesh: Mesh) -> Plan:
     sizes = {stage: layer.output_bytes * samples for stage, layer in enumerate(ends)}
     order = schedules.order(spec.schedule, job.degree("pp"), spec.microbatches, spec.stages_per_rank)
     rows = messages.add_late(order if spec.schedule in ONE_STAGE else add_gathers(order), pipelines)
-    programs, roles = [], []
     for rank, stages in enumerate(placement):
         stage_of = {i: stage for stage in stages for i in job.stage_layers[stage]}
         kept = {i: layers[i] for i in sorted(stage_of)}
         passes: Passes = {}
         for stage in stages:
-            passes |= _passes(job, mesh, stage, sizes[stage])
+            passes |= _passes(job, mesh, stage, sizes[stage], place)
         row = _gathering_first(rows[rank], passes) if spec.schedule in ONE_STAGE else rows[rank]
-        before = load(job, stages, pipelines)
+        before = [replace(op, part=tokens_of(job, place)) for op in load(job, stages, pipelines)]
         sums = [] if is_shared(mesh) else [op for stage in stages for op in passes["sums", stage]]
 
         def ops(update: Sequence[Op], row=row, passes=passes, before=before, sums=sums) -> Sequence[Op]:
             return messages.unrolled(row, passes, sizes, rank_of, before=before, after=[*sums, *update])
 
-        memory = _memory(job, mesh, kept)
+        memory = _memory(job, mesh, kept) | beside(job, stages, pipelines, ends)
         several = tuple(stage_of[i] for i in kept) if len(stages) > 1 else ()
-        new, shards = sharing(job, mesh, kept, ops, memory | beside(job, stages, pipelines, ends), several)
-        roles.append([len(programs) + i for i in shards])
-        programs += new
-    of_rank = (roles[mesh.coordinate(rank, "pp")][shard_of(mesh, rank)] for rank in range(mesh.size))
-    return Plan(mesh, tuple(programs), tuple(of_rank), tuple(layer.name for layer in layers))
+        yield sharing(job, mesh, kept, ops, memory, several)
 
 
-def _passes(job: Job, mesh: Mesh, stage: int, sent: int) -> Passes:
+def _passes(job: Job, mesh: Mesh, stage: int, sent: int, place: int) -> Passes:
     """What a stage does for a microbatch, and once in a step.
 
     A backward's two halves share its FLOPs; the weights' half needs nobody. A first stage leaves all to that half. The
@@ -64,7 +61,7 @@ def _passes(job: Job, mesh: Mesh, stage: int, sent: int) -> Passes:
     """
     whole = held(job)
     layers = [whole[i] for i in job.stage_layers[stage]]
-    cut = units_of(job, layers, samples_of(job), stage=stage)
+    cut = units_of(job, layers, samples_of(job), place, stage=stage)
     if stage < len(job.stages) - 1:  # its output is kept by who gets it (`beside`)
         cut[-1] = replace(cut[-1], forward=_without(cut[-1].forward, sent))
     backward = [op for unit in reversed(cut) for op in unit.backward]

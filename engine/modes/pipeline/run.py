@@ -104,8 +104,8 @@ class Pipeline:
         for stage in sorted(self.stages, key=lambda stage: stage.stage_index):
             index, rank_of = stage.stage_index, stage.stage_index_to_group_rank
             if index and rank_of[index - 1] != stage.group_rank:
-                like = next(self.chains[index].parameters())
-                output = like.new_empty(samples, *self.output_of(index - 1))
+                like = {"dtype": models.dtype_of(self.job.spec), "device": stage.device}
+                output = torch.empty(samples, *self.output_of(index - 1), **like)
                 dist.recv(output, group=stage.group, group_src=rank_of[index - 1])
             output = self.chains[index](output if index else inputs)
             if not stage.is_last and rank_of[index + 1] != stage.group_rank:

@@ -41,7 +41,7 @@ def forward(job: Job, layer: Layer) -> Cut:
     if layer.name == "head":
         norm = piece(layer, "norm", "norm", saved=_norm(job), output=shard)
         gather = collective("all_gather", "head.logits", job.item * math.prod(shard))
-        return [norm, gather, *loss(job, layer, job.item * job.spec.context * job.spec.hidden)]
+        return [norm, gather, *loss(job, layer, job.item * job.tokens * job.spec.hidden)]
     return _in_turn(_pieces(job, layer), "all_gather", "reduce_scatter")
 
 
@@ -62,7 +62,7 @@ def backward(job: Job, layer: Layer) -> Cut:
 
 def _tokens(job: Job) -> tuple[int, int]:
     """What a rank has of one sample between the matrices: [context / ranks, hidden]."""
-    return (job.spec.context // job.degree("tp"), job.spec.hidden)
+    return (job.tokens // job.degree("tp"), job.spec.hidden)
 
 
 def _norm(job: Job) -> int:

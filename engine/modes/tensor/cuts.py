@@ -22,7 +22,7 @@ def units(
     stage: int | None = None,
 ) -> list[chain.Unit]:
     """Layers of `held`, each cut where its ranks meet. In a pipeline they, and their collectives, are of a stage."""
-    if job.degree("tp") == 1:
+    if job.degree("tp") == job.degree("cp") == 1:
         return chain.units(layers, samples, stage=stage or 0)
     ways = ((chain.forward, forward, "activation"), (chain.backward, backward, "gradient"))
     out = []
