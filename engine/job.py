@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from engine import checkpoints, datasets, schedules
+from engine import checkpoints, datasets, schedules, slow
 from engine.checks import (
     check_batch,
     check_compression,
@@ -200,6 +200,7 @@ def _prepare(spec: Spec) -> Job:
         setting, value = ("epochs", spec.epochs) if spec.epochs is not None else ("steps", spec.steps)
         good = first_step // batches + 1 if spec.epochs is not None else first_step + DEFAULT_STEPS
         raise SpecError("resume_ends", setting, value, suggest=[good], run=spec.resume, done=first_step)
+    slow.of_spec(spec)  # it names ranks that there are
     fault = parse_fault(spec.fault)
     if fault:
         check_fault(spec, fault, steps - first_step)
@@ -228,6 +229,9 @@ def prepare_real(spec: Spec) -> Job:
     job = prepare(spec)
     if job.spec.schedule in PLANNED_ONLY:
         raise SpecError("planned_only", "schedule", spec.schedule, suggest=_schedules_instead(spec))
+    for name in ("slow_rank", "slow_link"):
+        if getattr(spec, name) is not None:
+            raise SpecError("slow_is_simulated", name, getattr(spec, name))
     _check_torch(job.spec.mode)
     devices, found = job.spec.devices, count_gpus()
     if job.spec.schedule_file is not None and found and spec.device != "cpu":

@@ -6,6 +6,7 @@ members of a collective (`engine.matching`). A plan has a text form that round-t
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 
@@ -80,9 +81,11 @@ class Mesh:
     def has(self, axis: str) -> bool:
         return all(each in self.axes for each in FLAT.get(axis, (axis,)))
 
+    @functools.lru_cache(maxsize=1024)  # asked for each op of each role  # noqa: B019
     def degree(self, axis: str) -> int:
         return math.prod(self.degrees[self.axes.index(each)] for each in self._of(axis))
 
+    @functools.lru_cache(maxsize=1024)  # noqa: B019
     def stride(self, axis: str) -> int:
         """Ranks from one coordinate to the next."""
         return math.prod(self.degrees[self.axes.index(FLAT.get(axis, (axis,))[-1]) + 1 :])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine import modes
+from engine import modes, slow
 from engine.analysis.ran import simulated
 from engine.analysis.shares import (
     bubble_fraction,
@@ -69,4 +69,5 @@ class Prediction:
 def predict(spec: Spec) -> Prediction:
     """Raises SpecError for a wrong setting."""
     job = prepare(spec)
-    return Prediction(job, simulate(modes.plan(job), machine(job.spec.machine).at(job.spec.precision)))
+    on = machine(job.spec.machine).at(job.spec.precision)
+    return Prediction(job, simulate(modes.plan(job), on, slow.of_spec(job.spec)))

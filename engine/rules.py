@@ -126,6 +126,12 @@ RULES = {
     "simulation_only": "The machine {value} is for simulation only.",
     "bad_fault": "A fault reads KIND@RANK:STEP or slow@RANK:STEP:SECONDS, with a rank and a step that the run has "
     "(step 0 where it is wrong from the start) and KIND one of {kinds}; it is {value}.",
+    "bad_slow_rank": "slow-rank reads RANK:FACTOR, several with commas between them, {most} at most: ranks that "
+    "there are, each once, and numbers above 0; it is {value}.",
+    "bad_slow_link": "slow-link reads RANK-RANK:FACTOR, several with commas between them, {most} at most: "
+    "two ranks that there are, each pair once, and numbers above 0; it is {value}.",
+    "slow_is_simulated": "Devices and links of a real run are as fast as they are, so {setting} is for simulation; it "
+    "is {value}. Leave it out; the fault slow makes a rank of a real run wait in each step.",
     "fault_with_peers": "The fault {value} is one among several processes, and here there is one.",
     "no_run": "There is no run with the id {value}.",
     "not_recorded": "The run {value} has no timeline: it has not ended, or nothing was recorded.",

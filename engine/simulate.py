@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from engine.columns import Ops
-from engine.cost.collectives import busy_cores, collective_seconds, message_seconds, rounds_and_bytes
+from engine.cost.collectives import busy_cores, communication_seconds, rounds_and_bytes
 from engine.cost.compute import compute_seconds
 from engine.cost.machine import Machine
 from engine.cost.memory import by_category
@@ -17,7 +17,10 @@ from engine.cost.sharing import Cores, share
 from engine.matching import Graph, match
 from engine.plan import COLLECTIVES, Plan
 from engine.scheduler import acts_of, lanes_of, schedule
+from engine.slow import Slow
 from engine.timeline import NONE, Timeline
+
+NOTHING = Slow()
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,11 @@ class Simulation:
         return _timeline(self.graph, self.start, self.end, np.array(ranks, dtype=np.int64))
 
 
-def simulate(plan: Plan, machine: Machine) -> Simulation:
-    graph = match(plan)
+def simulate(plan: Plan, machine: Machine, slow: Slow = NOTHING) -> Simulation:
+    """`slow`: ranks and links that are slower than the machine says."""
+    graph = match(plan, slow.apart(plan.world_size))
     plan = graph.plan
-    seconds = durations(graph, machine)
+    seconds = durations(graph, machine, slow)
     start, end = schedule(graph, seconds)
     if machine.cores:
         start, end = on_shared_cores(graph, seconds, machine)
@@ -101,16 +105,16 @@ def on_shared_cores(graph: Graph, seconds: np.ndarray, machine: Machine) -> tupl
     return share(cores, *(column.tolist() for column in columns), graph.waits, graph.first)
 
 
-def durations(graph: Graph, machine: Machine) -> np.ndarray:
+def durations(graph: Graph, machine: Machine, slow: Slow = NOTHING) -> np.ndarray:
     """Seconds of every node, were it never to wait. A receive takes none of its own: its send carries the message."""
     seconds: list[float] = []
-    for program in graph.plan.programs:
-        seconds += compute_seconds(Ops.of(program.ops).templates, machine, graph.plan.world_size)
+    for rank, program in zip(graph.representative, graph.plan.programs, strict=True):
+        alone = compute_seconds(Ops.of(program.ops).templates, machine, graph.plan.world_size)
+        seconds += [slow.computing(rank) * each for each in alone]
     for i, op in enumerate(graph.templates):
-        if op.kind in COLLECTIVES:
-            seconds[i] = collective_seconds(op, graph.plan.mesh.degree(op.axis), machine)
-        elif op.kind == "send":
-            seconds[i] = message_seconds(op.bytes, machine)
+        if op.kind == "send" or op.kind in COLLECTIVES:
+            group = graph.group(i)
+            seconds[i] = slow.moving(group) * communication_seconds(op, group, machine)
     of_node = np.array(seconds, dtype=np.float64)[graph.which]
     uneven = np.array([op.kind == "all_to_all" for op in graph.templates], dtype=bool)[graph.which]
     if uneven.any():  # members may give more than others: it takes as long as the most takes

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from engine import schedules
+from engine import schedules, slow
 from engine.faults import KINDS, parse_fault
 from engine.rules import SpecError, closest
 
@@ -139,6 +139,14 @@ class Spec:
     lr: float | None = _setting(None, "learning rate", low=0.0, high=1e3)
     seed: int = _setting(0, "seed of weights, data order and synthetic data", low=0, high=2**31 - 1)
     machine: str = _setting("local", "the machine to simulate on")
+    slow_rank: str | None = _setting(
+        None, "ranks that take so many times as long to compute, to simulate: RANK:FACTOR, as 5:2 or 5:2,9:1.5"
+    )
+    slow_link: str | None = _setting(
+        None,
+        "links between two ranks with so many times less bandwidth, and as many times the latency, to simulate: "
+        "RANK-RANK:FACTOR, as 3-4:10",
+    )
     device: str = _setting("auto", "where a real run computes", choices=DEVICES)
     parity_steps: int = _setting(
         3,
@@ -311,4 +319,6 @@ def _checked(f: Any, value: Any) -> Any:
         raise SpecError("out_of_range", f.name, value, suggest=[nearest], low=limits["low"], high=limits["high"])
     if f.name == "fault":
         parse_fault(value)
+    if f.name in ("slow_rank", "slow_link"):
+        slow.check(f.name, value)
     return value

@@ -6,6 +6,8 @@ The alpha-beta model of ring algorithms: n-1 rounds (2(n-1) for an all-reduce), 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.cost.machine import Machine
 from engine.plan import Op
 
@@ -27,6 +29,11 @@ def rounds_and_bytes(op: Op, group: int) -> tuple[float, float]:
     if op.kind in ("broadcast", "reduce"):
         return n - 1, float(size)  # a pipelined ring: every rank passes the whole tensor on once
     raise ValueError(f"not a collective: {op.kind}")
+
+
+def communication_seconds(op: Op, group: Sequence[int], machine: Machine) -> float:
+    """Seconds of a collective among the ranks of `group`, or of a message between two."""
+    return message_seconds(op.bytes, machine) if op.kind == "send" else collective_seconds(op, len(group), machine)
 
 
 def message_seconds(size: int, machine: Machine) -> float:

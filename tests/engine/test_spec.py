@@ -292,6 +292,7 @@ def test_every_rule_that_a_spec_can_break_is_among_the_cases():
     raised = set(re.findall(r'SpecError\(\s*"(\w+)"', source)) | SENTENCES.keys()
     elsewhere = {"not_json", "no_file", "no_gpu", "more_ranks_than_gpus", "cannot_run_here", "planned_only"}  # below
     elsewhere |= {"blocked_on_gpus", "no_compiler"}  # in test_schedule_file.py
+    elsewhere |= {"slow_is_simulated"}  # in test_slow.py
     elsewhere |= {"no_checkpoint", "resume_differs", "resume_parameters"}  # in test_checkpoint.py
     assert raised - elsewhere == {code for _, code, _ in CASES}
     assert raised <= RULES.keys()

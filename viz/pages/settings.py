@@ -53,6 +53,7 @@ MORE = (
     ("parity_steps", "timeout"),
     ("record",),
     ("measure_memory",),
+    ("slow_rank", "slow_link"),
     ("device", "fault"),
     ("data_dir",),
 )
