@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,6 +116,19 @@ def test_the_step_shown_first_is_a_steady_one_of_median_length(lab: Lab, record:
     app = lab(f"run={record(Spec()).name}")
     assert step_box(app).value == 4
     assert list(step_box(app).options) == ["Step 0", "Step 1", "Step 2", "Step 3", "Step 4 (typical)"]
+
+
+def test_where_the_time_went_is_told_of_the_step_that_is_shown(lab: Lab, record: Callable[..., Path]):
+    folder = record(Spec(mode="pipeline", devices=3, model="mlp", layers=3))
+    app = lab(f"run={folder.name}")
+    assert "Where the time goes" in words(app) and "Critical path: " in words(app)
+    assert "rank 2 waits" in words(app) and "from rank 1: pipeline fill" in words(app)
+    app.toggle(key="critical").set_value(True).run()
+    picture = next(
+        json.loads(p.proto.json) for p in app.get("bidi_component") if "lockstep_player" in p.proto.component_name
+    )
+    assert "critical path" in [trace.get("name") for trace in picture["figure"]["data"]]
+    assert "关键路径：" in words(lab(f"run={folder.name}&lang=zh"))
 
 
 def test_the_prediction_error_is_shown_for_this_machine_alone(lab: Lab, record: Callable[..., Path]):

@@ -76,7 +76,7 @@ def plot_where(info: WhereInfo, text: Text) -> go.Figure:
                 "size": 7, "solidity": 0.2,
             }  # fmt: skip
         data.append({
-            "type": "bar", "orientation": "h", "name": name, "width": 0.62, "marker": marker,
+            "type": "bar", "orientation": "h", "name": name, "width": 0.66, "marker": marker,
             "x": [_round(value / size) for value in seconds], "y": places,
             "hovertext": [_hover(row, name, value, info, text) for row, value in zip(info.rows, seconds, strict=True)],
             "hoverinfo": "text",
@@ -88,11 +88,11 @@ def plot_where(info: WhereInfo, text: Text) -> go.Figure:
         notes = [{"text": words, "showarrow": False, "xref": "paper", "yref": "paper", "x": 0, "y": 0,
                   "yshift": -58, "xanchor": "left"}]  # fmt: skip
     layout = theme.layout(
-        height=120 + 38 * max(1, len(places)) + (28 if notes else 0),
+        height=130 + 40 * max(1, len(places)) + (28 if notes else 0),
         barmode="stack",
         showlegend=True,
-        legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal"},
-        margin={"t": 60, "b": 76 if notes else 48},
+        legend={"orientation": "h", "x": 0, "y": 1.01, "yanchor": "bottom", "traceorder": "normal"},
+        margin={"t": 76, "b": 76 if notes else 48},
         xaxis={"ticksuffix": f" {unit}", "nticks": 7, "showline": True, "linecolor": theme.LINE,
                "range": [0, _round(info.makespan / size) or 1]},
         yaxis={

@@ -16,7 +16,7 @@ from viz.locales import Catalogue
 from viz.locales.engine import lesson
 from viz.pages.downloads import show_downloads
 from viz.pages.prediction import Shown
-from viz.pages.waits import Told, show_waits, told
+from viz.pages.waits import show_waits, told
 
 VIEWS = ("predicted", "measured", "both")
 
@@ -49,19 +49,14 @@ def show_picture(shown: Shown, measured: Timeline | None, text: Catalogue, name:
     part = None if measured is None or view == "predicted" else measured.step(step)
     settings = tuple(spec.to_params().items())
     found = told((settings, name, None if part is None else step), shown, part, crowded and part is not None)
-    critical = _show_toggle(found, text)
+    critical = found.path if st.session_state.get("critical") else ()
     payload = _payload((settings, name, step, view, text.language), shown, part, text, critical)
     player.show(payload, key="picture")
-    show_downloads(name, spec, timeline if part is None else measured, payload, text)
+    with st.container(horizontal=True, horizontal_alignment="distribute", vertical_alignment="center"):
+        show_downloads(name, spec, timeline if part is None else measured, payload, text)
+        if found.path:  # below what it changes, so that the picture stays above the fold
+            st.toggle(text("picture.critical"), key="critical", help=text("picture.critical.help"))
     show_waits(found, text, key="waits-chart")
-
-
-def _show_toggle(found: Told, text: Catalogue) -> tuple[Key, ...]:
-    """What is to be outlined in the timeline: the critical path, when somebody asks for it."""
-    if not found.path:
-        return ()
-    wanted = st.toggle(text("picture.critical"), key="critical", help=text("picture.critical.help"))
-    return found.path if wanted else ()
 
 
 def _show_switch(measured: Timeline, name: str, text: Catalogue) -> tuple[str, int]:

@@ -60,18 +60,18 @@ def show_waits(found: Told, text: Catalogue, key: str) -> None:
         if found.where is None:
             st.caption(text("waits.unknown", reason=escape(phrase(text.language, found.reason))))
             return
-        left, right = st.columns([3, 2], gap="large")
-        with left:
-            player.chart(plot_where(found.where, text), key=key, alt=text("waits.title"))
-            st.caption(_path(found.summary["critical_path"], text))
-        with right:
-            for one in found.summary["stragglers"]:
-                words = text(
-                    "waits.straggler", **{n: one[n] for n in ("rank", "last", "calls")}, time=duration(one["seconds"])
-                )
-                st.markdown(f":red-badge[:material/hourglass_bottom: {text('waits.straggler.badge')}] {words}")
-            gaps = found.summary["idle_causes"]["largest"][:SENTENCES]
-            st.markdown("\n".join(f"- {_sentence(gap, text)}" for gap in gaps) or text("waits.none"))
+        player.chart(plot_where(found.where, text), key=key, alt=text("waits.title"))
+        for one in found.summary["stragglers"]:
+            values = {name: one[name] for name in ("rank", "last", "calls")} | {"time": duration(one["seconds"])}
+            badge = f":red-badge[:material/hourglass_bottom: {text('waits.straggler.badge')}]"
+            st.markdown(f"{badge} {text('waits.straggler', **values)}")
+        st.caption(_path(found.summary["critical_path"], text))
+        gaps = found.summary["idle_causes"]["largest"][:SENTENCES]
+        half = -(-len(gaps) // 2)
+        for place, part in zip(st.columns(2, gap="large"), (gaps[:half], gaps[half:]), strict=True):
+            place.markdown("\n".join(f"- {_sentence(gap, text)}" for gap in part))
+        if not gaps:
+            st.caption(text("waits.none"))
 
 
 def _sentence(gap: Mapping[str, Any], text: Catalogue) -> str:
