@@ -5,6 +5,7 @@ they are reduced once (PipelineStage leaves FSDP's own reductions out). Any othe
 lose its gradients, since FSDP puts other parameters in the place of those that the first half knew.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
@@ -21,6 +22,7 @@ from engine.modes.tensor.shards import held
 from engine.plan import Mesh, Op, Program
 from engine.schedules import Action, messages
 from engine.schedules.gathers import add_gathers
+from engine.shapes import Layer
 
 Passes = dict[tuple[str, int], Sequence[Op]]  # (kind, stage) -> its ops
 
@@ -33,14 +35,13 @@ def in_stages(job: Job, mesh: Mesh, place: int) -> Iterator[tuple[list[Program],
     rank_of = schedules.ranks_of(placement)
     ends = [output_of(job, layers[stage[-1]]) for stage in job.stage_layers]
     sizes = {stage: layer.output_bytes * samples for stage, layer in enumerate(ends)}
-    order = schedules.order(spec.schedule, job.degree("pp"), spec.microbatches, spec.stages_per_rank)
-    rows = messages.add_late(order if spec.schedule in ONE_STAGE else add_gathers(order), pipelines)
+    rows = rows_of(spec.schedule, job.degree("pp"), spec.microbatches, spec.stages_per_rank)
     for rank, stages in enumerate(placement):
         stage_of = {i: stage for stage in stages for i in job.stage_layers[stage]}
         kept = {i: layers[i] for i in sorted(stage_of)}
         passes: Passes = {}
         for stage in stages:
-            passes |= _passes(job, mesh, stage, sizes[stage], place)
+            passes |= _passes(job, mesh, layers, stage, sizes[stage], place)
         row = _gathering_first(rows[rank], passes) if spec.schedule in ONE_STAGE else rows[rank]
         before = [replace(op, part=tokens_of(job, place)) for op in load(job, stages, pipelines)]
         sums = [] if is_shared(mesh) else [op for stage in stages for op in passes["sums", stage]]
@@ -53,13 +54,20 @@ def in_stages(job: Job, mesh: Mesh, place: int) -> Iterator[tuple[list[Program],
         yield sharing(job, mesh, kept, ops, memory, several)
 
 
-def _passes(job: Job, mesh: Mesh, stage: int, sent: int, place: int) -> Passes:
+@functools.lru_cache(maxsize=16)  # many jobs have one schedule, and its numbers
+def rows_of(schedule: str, ranks: int, microbatches: int, stages_per_rank: int) -> list[list[Action]]:
+    """What each rank does, with messages and gathers; not to be changed."""
+    order = schedules.order(schedule, ranks, microbatches, stages_per_rank)
+    pipelines = schedules.pipelines(schedule, ranks, stages_per_rank)
+    return messages.add_late(order if schedule in ONE_STAGE else add_gathers(order), pipelines)
+
+
+def _passes(job: Job, mesh: Mesh, whole: Sequence[Layer], stage: int, sent: int, place: int) -> Passes:
     """What a stage does for a microbatch, and once in a step.
 
     A backward's two halves share its FLOPs; the weights' half needs nobody. A first stage leaves all to that half. The
     runtime of schedules gathers a stage in the background.
     """
-    whole = held(job)
     layers = [whole[i] for i in job.stage_layers[stage]]
     cut = units_of(job, layers, samples_of(job), place, stage=stage)
     if stage < len(job.stages) - 1:  # its output is kept by who gets it (`beside`)
