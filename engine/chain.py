@@ -31,6 +31,11 @@ def kept(layer: Layer, spec: Spec | None) -> int:
     return layer.products or layer.saved
 
 
+def is_recomputed(layer: Layer, spec: Spec | None) -> bool:
+    """Whether a layer is computed again before it goes back: only one that keeps less for it."""
+    return kept(layer, spec) < layer.saved
+
+
 def forward(
     layers: Sequence[Layer], samples: int, *, stage: int = 0, microbatch: int = 0, spec: Spec | None = None
 ) -> list[Op]:
@@ -49,15 +54,23 @@ def forward(
 
 
 def backward(
-    layers: Sequence[Layer], samples: int, *, stage: int = 0, microbatch: int = 0, spec: Spec | None = None
+    layers: Sequence[Layer],
+    samples: int,
+    *,
+    stage: int = 0,
+    microbatch: int = 0,
+    spec: Spec | None = None,
+    sent: bool = False,
 ) -> list[Op]:
     """From the last layer to the first: what was not kept is computed again; then twice the FLOPs of forward, which
-    reads what was saved, and writes the parameters' gradients."""
+    reads what was saved, and writes the parameters' gradients. `sent`: the last output went to another device."""
     where = {"stage": stage, "microbatch": microbatch}
     ops = []
     for layer in reversed(layers):
-        if kept(layer, spec) < layer.saved:
-            ops.append(_recompute(layer, samples, spec, **where))
+        if is_recomputed(layer, spec):
+            there = kept(layer, spec) + gone(layer, spec) - (layer.output_bytes if sent and layer is layers[-1] else 0)
+            again = recompute(layer, samples, spec, **where)
+            ops.append(dataclasses.replace(again, saved=max(0, layer.saved - there) * samples))
         traffic = 2 * layer.param_bytes + 2 * samples * (layer.saved + layer.output_bytes)
         ops.append(Op(kind="backward", part=layer.name, flops=2 * layer.flops * samples, bytes=traffic, **where))
     return ops
@@ -68,12 +81,18 @@ def backward_by_layer(layers: Sequence[Layer], samples: int, *, spec: Spec) -> l
     return [backward([layer], samples, spec=spec) for layer in reversed(layers)]
 
 
-def _recompute(layer: Layer, samples: int, spec: Spec, **where: int) -> Op:
+def gone(layer: Layer, spec: Spec) -> int:
+    """Bytes of a sample that a layer has kept and that are no more when it is computed again: the next one, whose input
+    they were, has gone back. (One on another device has not: what was sent there stays for its gradient.) Selectively
+    the result of the last product, not taken again, is there in their place."""
+    return layer.output_bytes if spec.recompute == "full" else 0
+
+
+def recompute(layer: Layer, samples: int, spec: Spec, **where: int) -> Op:
     """The layer's forward once more, up to the last thing that backward needs; of products selectively none."""
     flops = 0 if spec.recompute == "selective" else (layer.flops - layer.last_flops) * samples
     traffic = layer.param_bytes + samples * (layer.saved + layer.output_bytes)
-    again = (layer.saved - kept(layer, spec)) * samples
-    return Op(kind="recompute", part=layer.name, flops=flops, bytes=traffic, saved=again, **where)
+    return Op(kind="recompute", part=layer.name, flops=flops, bytes=traffic, **where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +105,15 @@ class Unit:
     sums: tuple[Op, ...] = ()  # which complete its gradients on this rank, before anything else is done with them
 
 
-def units(layers: Sequence[Layer], samples: int, *, stage: int = 0, spec: Spec | None = None) -> list[Unit]:
+def units(
+    layers: Sequence[Layer], samples: int, *, stage: int = 0, spec: Spec | None = None, sent: bool = False
+) -> list[Unit]:
     """Layers that a rank computes whole."""
-    ways = (forward, backward)
-    return [Unit(layer, *(tuple(way([layer], samples, stage=stage, spec=spec)) for way in ways)) for layer in layers]
+    known, out = {"stage": stage, "spec": spec}, []
+    for layer in layers:
+        back = backward([layer], samples, **known, sent=sent and layer is layers[-1])
+        out.append(Unit(layer, tuple(forward([layer], samples, **known)), tuple(back)))
+    return out
 
 
 def whole_stage(ops: Sequence[Op]) -> Op:

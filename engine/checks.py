@@ -90,6 +90,8 @@ def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
         value = getattr(spec, setting)
         names = {"model": spec.model, "layers": len(layers), "stages": stages}
         raise SpecError("too_many_stages", setting, value, suggest=good, **names)
+    if spec.recompute not in (None, "none"):
+        _check_recompute(spec)
     if spec.compile_stage == "torch_compile" and _has_halves(spec):
         values = {"order": spec.schedule or "schedule-file"}
         raise SpecError(
@@ -118,6 +120,8 @@ def _check_context_axis(spec: Spec) -> Spec:
         return spec
     if spec.model not in MODE_MODELS["context"]:
         raise SpecError("model_of_mode", "model", spec.model, suggest=MODE_MODELS["context"], mode="context")
+    if spec.recompute not in (None, "none"):
+        raise SpecError("does_not_apply", "recompute", spec.recompute, suggest=["none"], to="the axis cp")
     return check_context(spec.with_(attention=spec.attention or MODE_SETTINGS["context"]["attention"]), "cp")
 
 
@@ -197,6 +201,15 @@ def _has_halves(spec: Spec) -> bool:
     if spec.schedule_file is None:
         return spec.schedule in SPLIT_BACKWARD
     return any(action.kind == "backward_input" for row in given.read(spec.schedule_file).order for action in row)
+
+
+def _check_recompute(spec: Spec) -> None:
+    """Of a stage: its backwards must be whole, and it must be PyTorch's modules as they are."""
+    if _has_halves(spec):
+        order = spec.schedule or "schedule-file"
+        raise SpecError("recompute_halves", "recompute", spec.recompute, suggest=["none"], order=order)
+    if spec.compile_stage not in (None, "none"):
+        raise SpecError("exclusive", "compile_stage", spec.compile_stage, other="recompute")
 
 
 def check_rendezvous(spec: Spec) -> None:

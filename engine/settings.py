@@ -67,7 +67,7 @@ OPTIONS = {
     "sync_every_microstep": (False, REPLICA_MODES),
     "compress": ("none", ("ddp",)),
     "compress_rank": (None, ("ddp",)),  # of powersgd alone
-    "recompute": ("none", ("single", *REPLICA_MODES, "local_sgd", "layer_split")),
+    "recompute": ("none", tuple(mode for mode in MODE_SETTINGS if mode not in ("data_parallel", "context", "expert"))),
     "precision": ("fp32", tuple(mode for mode in MODE_SETTINGS if mode not in ("context", "expert", "hybrid"))),
     "clip": (None, tuple(MODE_SETTINGS)),
 }
@@ -92,9 +92,6 @@ REASONS = {
     },
     "recompute": {
         "data_parallel": "its replicas are made anew in every pass",
-        "pipeline": "PyTorch's stages split a backward in ways that a recomputation does not go through",
-        "tensor": "a layer would repeat its collectives, which are not planned",
-        "sequence": "a layer would repeat its collectives, which are not planned",
         "context": "a layer would repeat its collectives, which are not planned",
         "expert": "a layer would repeat its collectives, which are not planned",
     },

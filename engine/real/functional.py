@@ -34,16 +34,23 @@ def _announced(call: Callable, recorder: Recorder, kind: str, axis: str) -> Call
     @functools.wraps(call)
     def announced(tensor: torch.Tensor, *args, **kwargs):
         recorder.collective(kind, tensor.nbytes, axis=axis)
-        return call(tensor, *args, **kwargs)
+        result = call(tensor, *args, **kwargs)
+        recorder.will_wait(_address(result))
+        return result
 
     return announced
+
+
+def _address(result: torch.Tensor) -> int:
+    """Of a tensor, or of the one inside of one that is waited for when it is used."""
+    return getattr(result, "elem", result).data_ptr()
 
 
 def _noted(wait: Callable, recorder: Recorder) -> Callable:
     @functools.wraps(wait)
     def noted(tensor: torch.Tensor) -> torch.Tensor:
         result = wait(tensor)
-        recorder.waited()
+        recorder.waited(_address(tensor))
         return result
 
     return noted

@@ -4,15 +4,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from engine.real.marked_stage import MarkedStage
+from engine.real.passed import Pass
 from engine.timeline import NONE
 
 
 class LayeredStage(MarkedStage):
-    """A stage whose layers are marked one by one, since there is communication between them.
+    """A stage whose layers are marked one by one, since there is communication between them, or each is computed
+    again on the way back.
 
     The weights' half of a backward cannot be told apart by layers, and waits for nobody. A first stage leaves all of
     its backward to that half.
     """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.passes: dict[int, Pass] = {}  # by microbatch, those whose backward is still to come
 
     def begin_forward(self, chunk: int) -> None:
         super().begin_forward(chunk)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from engine.cost.memory import CATEGORIES
 from engine.job import Job
+from engine.real.recompute import Again
 from engine.real.training import Place, Training, update
 
 KINDS = {
@@ -66,14 +67,15 @@ class WithoutModules(ModTracker):
 class Ledger(MemTracker):
     """MemTracker, with our categories. `held`: the most bytes of each.
 
-    Activations are counted when a backward pass begins, when most are kept: what exists during an op only is not kept.
+    Activations are counted when a backward pass begins and whenever a layer has been computed again, when most are
+    kept: what exists during an op only is not kept.
     Gradients and optimizer state are counted when they are complete.
     """
 
     def __init__(self, device: torch.device, training: Training):
         super().__init__()
         self._mod_tracker = WithoutModules()
-        self.device, self.training, self.task = device, training, -1
+        self.device, self.training, self.task, self.again = device, training, -1, Again.done
         self.held = dict.fromkeys(CATEGORIES, 0)
         if (batches := getattr(training, "batches", None)) is not None:
             self.mark(vars(batches).values(), OUTSIDE)
@@ -104,6 +106,9 @@ class Ledger(MemTracker):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its op on the local tensors comes next
         task = torch._C._current_graph_task_id()
+        if Again.done != self.again:  # all that a layer needs to go back is there again
+            self.again = Again.done
+            self._count("activations")
         if task not in (-1, self.task):
             if dist.is_initialized():
                 time.sleep(LET_GO)
@@ -119,7 +124,7 @@ class Ledger(MemTracker):
             if tensor.dim():  # a constant is no buffer
                 self._track(_MemRefType.OTH, tensor)
         for tensor in tensors_in(named[:1]):
-            self._track(_MemRefType.ACT if task == -1 else _MemRefType.TEMP, tensor)
+            self._track(_MemRefType.ACT if task == -1 or Again.going_on else _MemRefType.TEMP, tensor)
         self._count("buffers")
         return result
 

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine.job import Job
-from engine.real.recorder import Pass, Recorder
+from engine.real.passed import Pass
+from engine.real.recorder import Recorder
 from engine.settings import TOKEN_MODELS
 from engine.shapes import Layer, num_experts
 from engine.spec import Spec
@@ -129,7 +130,7 @@ class MixtureBlock(Block):
         chosen = chosen.flatten()
         order = chosen.argsort(stable=True)
         counts = chosen.bincount(minlength=self.num_experts)
-        if MixtureBlock.routed is not None and not _in_backward():  # there, a recomputed forward pass
+        if MixtureBlock.routed is not None and not in_backward():  # there, a recomputed forward pass
             MixtureBlock.routed.append((self.name, counts))
         made = (self.elsewhere or self.outputs)(tokens, order // self.top_k, counts)
         of_token = made[order.argsort()].unflatten(0, (-1, self.top_k))
@@ -141,7 +142,8 @@ class MixtureBlock(Block):
         return torch.cat([expert(part) for expert, part in zip(self.experts.values(), parts, strict=True)])
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
+    """Whether autograd is on its way back: what is computed forward there is computed again."""
     return torch._C._current_graph_task_id() != -1
 
 

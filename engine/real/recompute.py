@@ -7,14 +7,16 @@ gradients once. It goes around a layer's forward, inside of its hooks: what FSDP
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from engine.chain import kept
+from engine.chain import is_recomputed
 from engine.job import Job
-from engine.real.models import Chain
+from engine.modes.tensor.cuts import SUMS
+from engine.real.models import Chain, in_backward
 
 # Matrix products, whose results are kept when recomputing selectively: they are what takes long.
 PRODUCTS = (
@@ -22,14 +24,23 @@ PRODUCTS = (
     "_scaled_dot_product_flash_attention_for_cpu.default", "_scaled_dot_product_flash_attention.default",
     "_scaled_dot_product_efficient_attention.default", "_scaled_dot_product_cudnn_attention.default",
 )  # fmt: skip
+# And sums over ranks, which the ranks would have to meet for again.
+SUMMED = ("_c10d_functional.all_reduce.default", "_c10d_functional.reduce_scatter_tensor.default")
 
 
 def recompute(chain: Chain, job: Job) -> None:
     """Change those layers of the chain that keep less when they are computed again."""
     layers = {layer.name: layer for layer in job.layers}
     for name, module in chain.named_children():
-        if kept(layers[name], job.spec) < layers[name].saved:
+        if is_recomputed(layers[name], job.spec):
             module.forward = _again(chain, name, module, selective=job.spec.recompute == "selective")
+
+
+class Again:
+    """Whether a layer of this process is just then computed again, and how many have been."""
+
+    going_on: ClassVar[bool] = False
+    done: ClassVar[int] = 0
 
 
 def _again(chain: Chain, name: str, module: nn.Module, *, selective: bool) -> Callable:
@@ -37,19 +48,22 @@ def _again(chain: Chain, name: str, module: nn.Module, *, selective: bool) -> Ca
     contexts = {"context_fn": lambda: create_selective_checkpoint_contexts(_policy)} if selective else {}
 
     def marked(x: torch.Tensor) -> torch.Tensor:
-        passed = chain.passed
-        if passed is None or not passed.backward_began:
+        if not in_backward():
             return forward(x)
-        passed.begin_recompute(name)
+        passed, Again.going_on = chain.passed, True
+        if passed is not None:
+            passed.begin_recompute(name, SUMS if selective else ())
         try:
             return forward(x)
         finally:  # it is broken off by an exception once all that is needed is there
-            passed.end_recompute(name)
+            if passed is not None:
+                passed.end_recompute(name)
+            Again.going_on, Again.done = False, Again.done + 1
 
     return lambda x: checkpoint(marked, x, use_reentrant=False, **contexts)
 
 
 def _policy(_, op, *args, **kwargs) -> CheckpointPolicy:
-    if str(op).removeprefix("aten.") in PRODUCTS:
+    if str(op).removeprefix("aten.") in (*PRODUCTS, *SUMMED):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -20,6 +20,7 @@ from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, 
 from torch.autograd.profiler import _disable_profiler, _enable_profiler, _prepare_profiler, record_function
 
 from engine.plan import Mesh, Op, lane_of
+from engine.real.passed import Pass
 from engine.timeline import NONE, Span
 
 # Starting and stopping the profiler takes about 1 ms, so it runs over whole steps for at least this long.
@@ -81,7 +82,8 @@ class Recorder:
         self._microsteps: list[tuple[int, int, int]] = []  # begin, end (ns), index
         self._expected: list[tuple[int, Op]] = []
         self._listed = False  # what is called now is in that list
-        self._awaited: deque[int] = deque()  # when those that nobody has waited for yet were called (ns)
+        self._awaited: dict[int, int] = {}  # a result that nobody has waited for yet: when it was called for (ns)
+        self._called: int | None = None  # when a collective was called whose result is not yet known (ns)
         self._config = ProfilerConfig(ProfilerState.KINETO, True, False, False, False, False, _ExperimentalConfig())
         self._step = -1
 
@@ -184,10 +186,12 @@ class Recorder:
     def collective(self, kind: str, size: int, *, axis: str, payload: str = "") -> None:
         """A collective is about to be called with a tensor of `size` bytes, for a layer's output or a gradient."""
         if self.recording and not self._listed:
-            payload = payload or ("gradient" if self._passing and self._passing.backward_began else "activation")
+            if self._passing and kind in self._passing.given:
+                return
+            payload = payload or (self._passing.payload if self._passing else "activation")
             where = {"stage": self.stage, "microbatch": self.microbatch}
             self._call(Op(kind=kind, payload=payload, axis=axis, bytes=size, **where))
-            self._awaited.append(self.now())
+            self._called = self.now()
 
     def background(self, kind: str, part: str, payload: str, size: int, *, axis: str) -> None:
         """A collective for a layer is about to be called, perhaps in the background: no compute is cut by it."""
@@ -197,10 +201,18 @@ class Recorder:
     def _call(self, op: Op) -> None:
         self._collectives.append((self._step, self.now(), op))
 
-    def waited(self) -> None:
-        """The result of the first such collective is there; to ask for it again does not count."""
-        if self.recording and self._awaited and self._passing:
-            self._passing.waits.append((self._awaited.popleft(), self.now()))
+    def will_wait(self, result: int) -> None:
+        """The result of the collective that was called last, by its address."""
+        if self._called is not None:
+            self._awaited[result], self._called = self._called, None
+
+    def waited(self, result: int | None = None) -> None:
+        """Such a result is there, or, if it has no address yet, that of the last call; to ask again does not count."""
+        called = self._awaited.pop(result, None)
+        if called is None:
+            called, self._called = self._called, None
+        if called is not None and self._passing:
+            self._passing.waits.append((called, self.now()))
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
@@ -293,78 +305,6 @@ def _taken(called: list[tuple[int, Op]], event: Event) -> Op | None:
 
 def _or_none(value: int | None) -> int:
     return NONE if value is None else value
-
-
-class Pass:
-    """One pass of a batch through a chain of layers and back: moments, turned into spans when the step ends."""
-
-    def __init__(self, recorder: Recorder, stage: int, rank: int | None, microbatch: int):
-        self.recorder, self.where = recorder, {"stage": stage, "microbatch": microbatch, "rank": rank}
-        self.kind = "backward"  # of the way back, or a half of it
-        self.forward: dict[str, list[int]] = {}  # layer: begin, end (ns)
-        self.gradients: dict[str, int] = {}  # layer, or "input": when the gradient of its output became known
-        self.own_ends: dict[str, int] = {}  # layer: when its backward ended, where something else follows it
-        self.recomputed: dict[str, list[int]] = {}  # layer: begin, end (ns)
-        self.backward_began = self.backward_ended = 0
-        self.waits: list[tuple[int, int]] = []  # from a collective's call to its result (ns), in order
-        self.layer = ""
-
-    def begin(self, layer: str) -> None:
-        self.layer = layer
-        self.recorder.doing = f"forward {layer}"
-        self.forward[layer] = [self.recorder.now(), 0]
-
-    def end_forward(self) -> None:
-        self.forward[self.layer][1] = self.recorder.now()
-
-    def begin_backward(self) -> None:
-        self.recorder.go_back(self)
-        self.recomputed: dict[str, list[int]] = {}  # layer: begin, end (ns)
-        self.backward_began = self.recorder.now()
-
-    def end_backward(self) -> None:
-        self.backward_ended = self.recorder.now()
-
-    def gradient_of(self, layer: str) -> None:
-        """What comes after the way back, in a later half of it, does not count."""
-        if not self.backward_ended:
-            self.gradients[layer] = self.recorder.now()
-
-    def end_backward_of(self, layer: str) -> None:
-        if not self.backward_ended:
-            self.own_ends[layer] = self.recorder.now()
-
-    def begin_recompute(self, layer: str) -> None:
-        self.recorder.doing = f"recompute {layer}"
-        self.recomputed[layer] = [self.recorder.now(), 0]
-
-    def end_recompute(self, layer: str) -> None:
-        self.recomputed[layer][1] = self.recorder.now()
-
-    def collect(self) -> None:
-        layers = list(self.forward)
-        for layer, (start, end) in self.forward.items():
-            self._mark("forward", layer, start, end)
-        if not self.backward_ended:
-            return
-        start = self.backward_began
-        for layer, before in zip(reversed(layers), [*reversed(layers[:-1]), "input"], strict=True):
-            end = self.gradients.get(before, self.backward_ended)
-            if layer in self.own_ends:  # it begins when its gradient is there, and waits before and after are not its
-                start, end = self.gradients[layer], self.own_ends[layer]
-            if layer in self.recomputed:
-                begun, start = self.recomputed[layer]
-                self._mark("recompute", layer, begun, start)
-            self._mark(self.kind, layer, start, end)
-            start = end
-
-    def _mark(self, kind: str, layer: str, start: int, end: int) -> None:
-        """What a layer computed, cut where it waited: a wait is not compute."""
-        waits = [wait for wait in self.waits if start <= wait[0] and wait[1] <= end]
-        names = self.recorder.parts(kind, layer)
-        begins, ends = [start, *(w[1] for w in waits)], [*(w[0] for w in waits), end]
-        for i, (begin, stop) in enumerate(zip(begins, ends, strict=True)):
-            self.recorder.mark(kind, begin, stop, part=names[i] if i < len(names) else layer, **self.where)
 
 
 def communications(seen: list) -> list[Event]:

@@ -59,7 +59,8 @@ def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") 
         if job.spec.resume is not None:
             checkpoint.restore(place.run_dir, job, training.held(), training.optimizer)
         if job.spec.recompute not in (None, "none"):
-            recompute(training.chain, job)
+            for chain in training.chains.values() if hasattr(training, "chains") else [training.chain]:
+                recompute(chain, job)
         mark_updates(training.optimizer, recorder)
         parity = Parity(job, place, training)
         with (folder / f"rank{rank}.steps.jsonl").open("a", encoding="utf-8") as steps:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, OrderedDict
 
 import pytest
 
@@ -64,8 +64,9 @@ def test_the_peak_is_one_layer_s_activations_above_what_all_keep():
     forwards = [op for op in plans["none"].program(0).ops if op.kind == "forward"]
     block, output, batch = forwards[1].saved, 4 * 16 * 32 * 16, 2 * 8 * 16 * 16
     assert peaks["none"] - standing == batch + sum(op.saved for op in forwards)
-    # When the last block goes back it is there again, with the outputs of those before it.
-    assert peaks["full"] - standing == batch + forwards[0].saved + 7 * output + block
+    # When the last block goes back it is there again, with the outputs of those before it. Its own output, the head's
+    # input, is gone with the head.
+    assert peaks["full"] - standing == batch + forwards[0].saved + 7 * output + block - output
 
 
 def test_a_full_recomputation_costs_a_third_more_on_a_pass_that_takes_one_and_its_backward_two():
@@ -75,10 +76,112 @@ def test_a_full_recomputation_costs_a_third_more_on_a_pass_that_takes_one_and_it
     assert selective.makespan == pytest.approx(3.0)
 
 
-@pytest.mark.parametrize("mode", ["data_parallel", "pipeline", "tensor"])
+def words(op) -> str:
+    return f"{op.kind} {op.part}".replace("block2.", "").strip()
+
+
+def back_through_block2(mode: str, recompute: str) -> list[str]:
+    """What a rank does for the second block after the head's way back. Norms' gradients are summed in the end."""
+    ops = plan_of(mode, recompute).program(0).ops
+    after = 1 + max(i for i, op in enumerate(ops) if op.kind == "backward" and op.part.startswith("head"))
+    sums = ("all_reduce block2.norm1", "all_reduce block2.norm2")
+    return [words(op) for op in ops[after:] if op.part.startswith("block2") and f"{op.kind} {op.part}" not in sums]
+
+
+def test_tensor_ranks_sum_again_what_is_needed_and_not_what_comes_out():
+    """The all-reduce after the first pair of matrices is done again, since what follows needs its result; the second
+    one's makes the output, which the next layer had. Then the way back, which sums twice, as ever."""
+    back = ["backward mlp", "all_reduce mlp", "backward attention", "all_reduce attention", "backward norm1"]
+    again = ["recompute attention", "all_reduce attention", "recompute mlp"]
+    assert back_through_block2("tensor", "full") == again + back
+    assert back_through_block2("tensor", "selective") == ["recompute attention", *back]  # sums are kept like products
+
+
+def test_sequence_ranks_gather_again_and_scatter_again_only_what_is_needed():
+    """The gradient of the output is gathered first: to add a residual needs nothing of the forward."""
+    first = ["backward sum", "all_gather mlp"]
+    back = ["backward mlp", "reduce_scatter mlp", "backward norm2", "all_gather attention", "backward attention"]
+    back += ["reduce_scatter attention", "backward norm1"]
+    again = ["recompute norm1", "all_gather attention", "recompute attention", "reduce_scatter attention"]
+    again += ["recompute norm2", "all_gather mlp", "recompute mlp"]
+    assert back_through_block2("sequence", "full") == first + again + back
+    selective = ["recompute norm1", "all_gather attention", "recompute attention", "all_gather mlp", "recompute mlp"]
+    assert back_through_block2("sequence", "selective") == first + selective + back
+
+
+@pytest.mark.parametrize("mode", ["tensor", "sequence"])
+def test_cut_layers_take_as_many_products_again_as_whole_ones(mode):
+    """Each of two ranks half of them: of a block all but the last, of a head none."""
+    whole, halves = (
+        sum(op.flops for op in plan_of(each, "full").program(0).ops if op.kind == "recompute")
+        for each in ("single", mode)
+    )
+    assert halves == whole // 2 > 0
+    assert not any(op.flops for op in plan_of(mode, "selective").program(0).ops if op.kind == "recompute")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mode": "pipeline", "schedule": "1f1b"},
+        {"mode": "pipeline", "schedule": "interleaved_1f1b", "layers": 6},
+        {"mode": "hybrid", "devices": 4, "pp": 2, "tp": 2},
+        {"mode": "hybrid", "devices": 8, "pp": 2, "fsdp": 2, "tp": 2, "sequence_parallel": True},
+    ],
+)
+def test_stages_compute_every_layer_of_every_microbatch_again_and_keep_less(settings):
+    plans = {
+        r: modes.plan(prepare(Spec(**{"devices": 2} | TEXT | settings, microbatches=4, recompute=r)))
+        for r in ("none", "selective", "full")
+    }
+    again = Counter()
+    for program in plans["full"].programs:
+        again.update({(op.part.split(".")[0], op.microbatch) for op in program.ops if op.kind == "recompute"})
+    blocks = {f"block{i + 1}" for i in range(settings.get("layers", 2))}
+    assert set(again) == {(name, m) for name in {*blocks, "head"} for m in range(4)}
+    peaks = {r: max(simulate(plan, machine("h100")).peak_memory) for r, plan in plans.items()}
+    assert peaks["full"] < peaks["selective"] < peaks["none"]
+
+
+@pytest.mark.parametrize("settings", [{"schedule": "zbv"}, {"schedule": "dualpipe", "model": "mlp", "layers": 7}])
+def test_a_backward_in_halves_and_a_compiled_stage_are_not_computed_again(settings):
+    spec = Spec(
+        mode="pipeline", devices=2, recompute="full", **{"model": "gpt", "layers": 6, "global_batch": 16} | settings
+    )
+    with pytest.raises(SpecError) as error:
+        prepare(spec)
+    assert (error.value.code, error.value.setting) == ("recompute_halves", "recompute")
+    with pytest.raises(SpecError) as error:
+        prepare(spec.with_(schedule="1f1b", compile_stage="torchscript"))
+    assert (error.value.code, error.value.setting) == ("exclusive", "compile_stage")
+
+
+def test_pytorch_computes_a_layer_again_for_each_of_its_weights_in_the_second_half_of_a_backward():
+    """Why there is none in a backward in halves: one pass forward for the gradient of the input, and one more for each
+    of a block's six weights."""
+    torch = pytest.importorskip("torch")
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    from engine.real import models
+    from engine.real.recompute import Again
+    from engine.real.recompute import recompute as change
+
+    chain = models.build(prepare(Spec(mode="single", devices=1, **TEXT)))
+    job = prepare(Spec(mode="single", devices=1, **TEXT, recompute="full"))
+    block = models.Chain(OrderedDict(block1=chain.block1))
+    change(block, job)
+    x = torch.randn(2, 16, 32, requires_grad=True)
+    output, before = block(x), Again.done
+    _, groups = stage_backward_input([output], [torch.ones_like(output)], [x], block.parameters())
+    first = Again.done - before
+    stage_backward_weight(block.parameters(), groups)
+    assert (first, Again.done - before - first) == (1, 6)
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "context", "expert"])
 def test_where_it_is_not_done_it_is_refused_with_the_reason(mode):
     with pytest.raises(SpecError) as error:
-        plan_of(mode, "full")
+        plan_of(mode, "full", **{"model": "moe" if mode == "expert" else "gpt"})
     assert error.value.code == "option_of_mode"
 
 
@@ -127,3 +230,43 @@ def test_real_runs_recompute_what_was_planned_and_come_to_the_same(mode, setting
     result = finished(Spec(mode=mode, devices=2, **settings, steps=4, device="cpu"), launcher, runs_dir)
     holds(result)
     assert result["parity"]["grad_max_rel_diff"] < 1e-5
+
+
+PIPELINE = {"mode": "pipeline", "microbatches": 4}
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("devices", "settings"),
+    [
+        (2, {"mode": "tensor", "recompute": "full"}),
+        (2, {"mode": "tensor", "recompute": "selective"}),
+        (2, {"mode": "sequence", "recompute": "full"}),
+        (2, {"mode": "sequence", "recompute": "selective"}),
+        (2, PIPELINE | {"recompute": "full"}),
+        (2, PIPELINE | {"recompute": "selective"}),
+        (2, PIPELINE | {"recompute": "full", "schedule": "gpipe"}),
+        (2, {"mode": "single", "devices": 1, "recompute": "full"}),
+        (2, {"mode": "layer_split", "recompute": "full"}),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+)
+def test_what_a_real_run_computes_again_it_does_not_keep(devices, settings, launcher, runs_dir):
+    """Collectives of the ranks that share a layer included, and bytes to 1 %."""
+    spec = Spec(**TEXT | {"devices": devices} | settings, steps=4, device="cpu")
+    result = finished(spec, launcher, runs_dir, measure_memory=True)
+    holds(result)
+    memory = result["memory"]
+    for plan, real in zip(memory["planned"], memory["measured"], strict=True):
+        assert real["activations"] == pytest.approx(plan["activations"], rel=0.01)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    "degrees",
+    [{"pp": 2, "tp": 2}, {"fsdp": 2, "tp": 2}, {"dp": 2, "pp": 2}, {"fsdp": 2, "tp": 2, "sequence_parallel": True}],
+)
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_layers_are_computed_again_on_a_mesh(recompute, degrees, launcher, runs_dir):
+    spec = Spec(mode="hybrid", devices=4, **TEXT, **degrees, recompute=recompute, steps=4, device="cpu")
+    holds(finished(spec, launcher, runs_dir))

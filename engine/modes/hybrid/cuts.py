@@ -14,17 +14,18 @@ from engine.modes.context import cuts as context
 from engine.modes.context.deal import span
 from engine.modes.sequence import plan as sequence
 from engine.modes.tensor import plan as tensor
-from engine.modes.tensor.cuts import Cut, Way, units
+from engine.modes.tensor.cuts import Cut, Way, names_in, units
 from engine.modes.tensor.shards import held, piece
 from engine.plan import Op
 from engine.shapes import FP32, Layer
 
 
 def units_of(
-    job: Job, layers: Sequence[Layer], samples: int, place: int, *, stage: int | None = None
+    job: Job, layers: Sequence[Layer], samples: int, place: int, *, stage: int | None = None, sent: bool = False
 ) -> list[chain.Unit]:
-    """Layers of `held`, as a rank at `place` on cp computes them; the job is that of `own_tokens`."""
-    made = units(job, layers, samples, *ways(job, samples, place), stage=stage)
+    """Layers of `held`, as a rank at `place` on cp computes them; the job is that of `own_tokens`. `sent`: the last
+    output goes on to another stage."""
+    made = units(job, layers, samples, *ways(job, samples, place), stage=stage, sent=sent)
     if not job.spec.sequence_parallel:
         return made
     return [replace(unit, sums=sequence.norm_gradients(unit.layer)) for unit in made]
@@ -33,8 +34,7 @@ def units_of(
 def parts(job: Job, kind: str, name: str, place: int) -> tuple[str, ...]:
     """Names of the pieces of layer `name` in a pass of this kind, for the recorder."""
     (layer,) = [layer for layer in held(context.own_tokens(job)) if layer.name == name]
-    cut = ways(job, 1, place)[0 if kind == "forward" else 1](job, layer)
-    return tuple(item.name for item in cut if isinstance(item, Layer))
+    return names_in(job, layer, ways(job, 1, place), kind)
 
 
 def output_of(job: Job, layer: Layer) -> Layer:

@@ -25,7 +25,6 @@ from engine.real import models
 from engine.real.data import Batches
 from engine.real.functional import announce
 from engine.real.layered_stage import LayeredStage
-from engine.real.recorder import Pass
 from engine.real.training import Place, Training, forget_forward
 
 
@@ -98,13 +97,8 @@ class MeshPipeline(Pipeline):
         super().__init__(job, place, batches, mesh.get_group("pp"))
         self.norm_groups = {"pp": self.group}  # the other axes' DTensors sum over those themselves
 
-    def _stage(self, whole: models.Chain, stage: int, place: Place) -> LayeredStage:
-        layered = super()._stage(whole, stage, place)
-        layered.passes: dict[int, Pass] = {}  # by microbatch, those whose backward is still to come
-        return layered
-
     def prepared(self, chain: models.Chain) -> models.Chain:
-        chain.recorder = self.recorder
+        chain = super().prepared(chain)
         chain.register_forward_hook(_own_storage)
         distribute(chain, self.job, *self.meshes, reshard_after_forward=False)
         return chain

@@ -17,7 +17,8 @@ from engine.modes.fsdp.replicas import is_shared
 from engine.modes.fsdp.units import gathered_bytes
 from engine.modes.hybrid.cuts import output_of, tokens_of, units_of
 from engine.modes.pipeline.memory import beside
-from engine.modes.pipeline.plan import ONE_STAGE, load, samples_of
+from engine.modes.pipeline.passes import samples_of
+from engine.modes.pipeline.plan import ONE_STAGE, load
 from engine.modes.tensor.shards import held
 from engine.plan import Mesh, Op, Program
 from engine.schedules import Action, messages
@@ -69,8 +70,9 @@ def _passes(job: Job, mesh: Mesh, whole: Sequence[Layer], stage: int, sent: int,
     runtime of schedules gathers a stage in the background.
     """
     layers = [whole[i] for i in job.stage_layers[stage]]
-    cut = units_of(job, layers, samples_of(job), place, stage=stage)
-    if stage < len(job.stages) - 1:  # its output is kept by who gets it (`beside`)
+    is_sent = stage < len(job.stages) - 1
+    cut = units_of(job, layers, samples_of(job), place, stage=stage, sent=is_sent)
+    if is_sent:  # its output is kept by who gets it (`beside`)
         cut[-1] = replace(cut[-1], forward=_without(cut[-1].forward, sent))
     backward = [op for unit in reversed(cut) for op in unit.backward]
     halves = [replace(op, flops=op.flops // 2, bytes=op.bytes // 2) if op.is_compute else op for op in backward]

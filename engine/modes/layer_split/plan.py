@@ -28,7 +28,7 @@ def _ops(job: Job, stage: int) -> tuple[Op, ...]:
     if not is_last:
         ops.append(_message("send", "activation", stage, stage + 1, outbound))
         ops.append(_message("recv", "gradient", stage, stage + 1, outbound))
-    ops += chain.backward(stages[stage], batch, stage=stage, spec=job.spec)
+    ops += chain.backward(stages[stage], batch, stage=stage, spec=job.spec, sent=not is_last)
     if not is_first:
         ops.append(_message("send", "gradient", stage, stage - 1, inbound))
     ops += chain.clip(stages[stage], job.spec, [("pp", 1)] if len(stages) > 1 else [])

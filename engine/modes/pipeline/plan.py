@@ -1,12 +1,12 @@
 """A job in a pipeline -> its plan: a schedule's order of microbatches, with the messages that it needs."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from engine import chain, schedules
 from engine.columns import Ops, unroll
 from engine.job import Job
 from engine.modes.pipeline.memory import beside
+from engine.modes.pipeline.passes import forward_and_backward, passes_of, samples_of
 from engine.plan import Mesh, Op, Plan, Program
 from engine.schedules import given, messages
 
@@ -25,7 +25,7 @@ def plan(job: Job, step: int) -> Plan:
         ops = [
             messages.unrolled(
                 actions,
-                _passes(job, placement[rank], pipelines),
+                passes_of(job, placement[rank], pipelines),
                 sizes,
                 rank_of,
                 before=load(job, placement[rank], pipelines),
@@ -55,46 +55,22 @@ def _one_stage(job: Job, stage: int, order: list[schedules.Action]) -> Ops:
     outbound = stages[stage][-1].output_bytes * samples
     previous = [] if is_first else [stage - 1]
     following = [] if is_last else [stage + 1]
+    forward, backward = forward_and_backward(job, stage, is_last=is_last)
     passes = {
         "forward": (
             *(_message("recv", "activation", stage, peer, inbound) for peer in previous),
-            chain.whole_stage(chain.forward(stages[stage], samples, stage=stage)),
+            *forward,
             *(_message("send", "activation", stage, peer, outbound) for peer in following),
         ),
         "backward": (
             *(_message("recv", "gradient", stage, peer, outbound) for peer in following),
-            chain.whole_stage(chain.backward(stages[stage], samples, stage=stage)),
+            *backward,
             *(_message("send", "gradient", stage, peer, inbound) for peer in previous),
         ),
     }
     pipelines = [range(len(stages))]
     calls = [(action.kind, action.microbatch) for action in order]
     return unroll(passes, calls, before=load(job, [stage], pipelines), after=_update(job, [stage]))
-
-
-def _passes(job: Job, stages: Sequence[int], pipelines: list[range]) -> dict[tuple[str, int], list[Op]]:
-    """The compute of each pass through each stage of a rank.
-
-    A backward's two halves share its FLOPs. Where nobody waits for the gradient of the input, in a first stage,
-    PyTorch leaves all of it to the weights' half.
-    """
-    passes, samples, firsts = {}, samples_of(job), {pipeline[0] for pipeline in pipelines}
-    for stage in stages:
-        layers = job.stages[stage]
-        backward = chain.whole_stage(chain.backward(layers, samples, stage=stage))
-        inputs = 0 if stage in firsts else backward.flops // 2
-        traffic = 0 if stage in firsts else backward.bytes // 2
-        halves = {
-            "backward_input": replace(backward, kind="backward_input", flops=inputs, bytes=traffic),
-            "backward_weight": replace(
-                backward, kind="backward_weight", flops=backward.flops - inputs, bytes=backward.bytes - traffic
-            ),
-        }
-        forward = chain.whole_stage(chain.forward(layers, samples, stage=stage))
-        if not any(stage == pipeline[-1] for pipeline in pipelines):  # its output is kept by who gets it (`beside`)
-            forward = replace(forward, saved=forward.saved - layers[-1].output_bytes * samples)
-        passes |= {(op.kind, stage): [op] for op in (forward, backward, *halves.values())}
-    return passes
 
 
 def load(job: Job, stages: Sequence[int], pipelines: list[range]) -> list[Op]:
@@ -125,10 +101,6 @@ def _update(job: Job, stages: Sequence[int]) -> list[Op]:
 
 def _layers(job: Job, stages: Sequence[int]) -> list:
     return [layer for stage in stages for layer in job.stages[stage]]
-
-
-def samples_of(job: Job) -> int:
-    return job.local_batch // job.spec.microbatches
 
 
 def _message(kind: str, payload: str, stage: int, peer: int, size: int) -> Op:

@@ -8,9 +8,11 @@ from torch import nn
 from torch.distributed import ProcessGroup, pipelining
 
 from engine.job import Job
+from engine.modes.pipeline.passes import recomputes
 from engine.real import models
 from engine.real.data import Batches
 from engine.real.given_schedule import from_file
+from engine.real.layered_stage import LayeredStage
 from engine.real.marked_stage import MarkedStage
 from engine.real.stage_compiler import compiled
 from engine.real.training import Place
@@ -34,11 +36,12 @@ class Pipeline:
     """One rank of a pipeline over `group`, by default all ranks."""
 
     norm_groups: ClassVar = {"pp": None}  # each parameter is on one of its ranks
-    stage_class = MarkedStage
+    stage_class: type[MarkedStage] = MarkedStage
 
     def __init__(self, job: Job, place: Place, batches: Batches, group: ProcessGroup | None = None):
         self.job, self.recorder, self.batches, self.group = job, place.recorder, batches, group
         spec, whole = job.spec, models.build(job)
+        self.stage_class = LayeredStage if recomputes(job) else self.stage_class
         placement = given.layout(spec, job.degree("pp")).placement
         self.chains: dict[int, models.Chain] = {}
         self.stages = [self._stage(whole, stage, place) for stage in placement[dist.get_rank(group)]]
@@ -71,7 +74,8 @@ class Pipeline:
         return marked
 
     def prepared(self, chain: models.Chain) -> models.Chain:
-        """A stage's layers, before they become a stage."""
+        """A stage's layers, before they become a stage; those that are marked one by one know of the recorder."""
+        chain.recorder = self.recorder if issubclass(self.stage_class, LayeredStage) else None
         return chain
 
     def output_of(self, stage: int) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ def plan(job: Job, step: int) -> Plan:
 
 def parts(job: Job, kind: str, name: str) -> tuple[str, ...]:
     """Names of the pieces of layer `name` in a pass of this kind."""
-    return names_of(job, forward if kind == "forward" else backward, name)
+    return names_of(job, forward, backward, kind, name)
 
 
 def norm_gradients(layer: Layer) -> tuple[Op, ...]:
@@ -97,6 +97,7 @@ def _pieces(job: Job, layer: Layer) -> list[Layer]:
             flops=(2 * c * 4 * h * h + 2 * 2 * c * c * h) // ranks,
             saved=layer.item * c * (h + 4 * h // ranks) + FP32 * c * heads // ranks,
             output=layer.output,
+            products=layer.item * c * (4 * h // ranks + h) + part + FP32 * c * heads // ranks,
         ),
         piece(layer, "norm2", "norm2", saved=part + _norm(job), output=tokens),
         piece(
@@ -104,6 +105,8 @@ def _pieces(job: Job, layer: Layer) -> list[Layer]:
             flops=2 * c * 8 * h * h // ranks,
             saved=layer.item * c * (h + 8 * h // ranks),
             output=layer.output,
+            products=layer.item * c * (4 * h // ranks + h) + part,
+            last_flops=2 * c * 4 * h * h // ranks,
         ),
-        piece(layer, "sum", saved=part, output=tokens),
+        piece(layer, "sum", saved=part, output=tokens, products=part),
     ]  # fmt: skip

@@ -10,6 +10,7 @@ from engine.shapes import Layer
 
 Cut = list[Layer | Op]  # pieces of a layer, and the collectives between them, for one sample
 Way = Callable[[Job, Layer], Cut]  # forward or backward through a layer
+SUMS = ("all_reduce", "reduce_scatter")  # their results are kept when recomputing selectively
 
 
 def units(
@@ -20,24 +21,88 @@ def units(
     backward: Way,
     *,
     stage: int | None = None,
+    sent: bool = False,
 ) -> list[chain.Unit]:
-    """Layers of `held`, each cut where its ranks meet. In a pipeline they, and their collectives, are of a stage."""
+    """Layers of `held`, each cut where its ranks meet. In a pipeline they, and their collectives, are of a stage, and
+    the last output may be sent on."""
     if job.degree("tp") == job.degree("cp") == 1:
-        return chain.units(layers, samples, stage=stage or 0)
-    ways = ((chain.forward, forward, "activation"), (chain.backward, backward, "gradient"))
+        return chain.units(layers, samples, stage=stage or 0, spec=job.spec, sent=sent)
     out = []
     for layer in layers:
-        passes = []
-        for compute, cut, payload in ways:
-            ops = []
-            for item in cut(job, layer):
-                if isinstance(item, Layer):
-                    ops += compute([item], samples, stage=stage or 0)
-                else:
-                    ops.append(_of_batch(item, payload, samples, stage))
-            passes.append(tuple(ops))
-        out.append(chain.Unit(layer, *passes))
+        there, back = forward(job, layer), backward(job, layer)
+        kept = kept_by(job, layer, there)
+        ahead, behind = [], []
+        for item in there:
+            if isinstance(item, Op):
+                ahead.append(_of_batch(item, "activation", samples, stage))
+                continue
+            (op,) = chain.forward([item], samples, stage=stage or 0)
+            ahead.append(dataclasses.replace(op, saved=kept[item.name] * samples))
+        again = _again(job, layer, there, samples, stage, sent=sent and layer is layers[-1])
+        for item in back:
+            if isinstance(item, Layer) and item.params:  # the first one that needs what forward made
+                behind, again = behind + again, []
+            if isinstance(item, Op):
+                behind.append(_of_batch(item, "gradient", samples, stage))
+            else:
+                behind += chain.backward([item], samples, stage=stage or 0)
+        out.append(chain.Unit(layer, tuple(ahead), tuple(behind)))
     return out
+
+
+def _again(job: Job, layer: Layer, cut: Cut, samples: int, stage: int | None, *, sent: bool) -> list[Op]:
+    """The ops of what is repeated. As it ends, the layer's own output is no more: the next layer has gone back. What
+    was kept selectively of the last product, which is not taken again, is."""
+    ops, kept = [], kept_by(job, layer, cut)
+    for run in repeated(job, layer, cut):
+        if isinstance(run, Op):
+            ops.append(_of_batch(run, "activation", samples, stage))
+            continue
+        parts = [chain.recompute(item, samples, job.spec, stage=stage or 0, microbatch=0) for item in run]
+        saved = sum(item.saved - kept[item.name] for item in run) * samples
+        ops.append(dataclasses.replace(chain.whole_stage(parts), part=run[0].name, saved=saved))
+    if ops:
+        last = [item for item in cut if isinstance(item, Layer) and kept[item.name]][-1]
+        change = layer.output_bytes if job.spec.recompute == "selective" else -last.output_bytes
+        change += 0 if last.params and not sent else last.output_bytes  # what has no parameters goes back before
+        ops[-1] = dataclasses.replace(ops[-1], saved=ops[-1].saved + change * samples)
+    return [dataclasses.replace(op, saved=max(0, op.saved)) for op in ops]
+
+
+def kept_by(job: Job, layer: Layer, cut: Cut) -> dict[str, int]:
+    """Piece -> the bytes of a sample that it keeps until backward: where the layer is computed again, its products or,
+    if all of it is, the output of the last one that keeps anything."""
+    pieces = [item for item in cut if isinstance(item, Layer)]
+    if not chain.is_recomputed(layer, job.spec):
+        return {piece.name: piece.saved for piece in pieces}
+    if job.spec.recompute == "selective":
+        return {piece.name: piece.products for piece in pieces}
+    last = [piece.name for piece in pieces if piece.saved][-1]
+    return {piece.name: piece.output_bytes if piece.name == last else 0 for piece in pieces}
+
+
+def repeated(job: Job, layer: Layer, cut: Cut) -> list[list[Layer] | Op]:
+    """What is done again of a layer's forward before it goes back, up to the last thing that backward needs: runs of
+    pieces, and the collectives between them. Selectively, sums over ranks are kept as products are, and only what ranks
+    gather is gathered again."""
+    if not chain.is_recomputed(layer, job.spec):
+        return []
+    kept = kept_by(job, layer, cut)
+    ends = [i for i, item in enumerate(cut) if isinstance(item, Layer) and item.saved > kept[item.name]]
+    runs: list[list[Layer] | Op] = [[]]
+    for item in cut[: ends[-1] + 1]:
+        if isinstance(item, Layer):
+            runs[-1].append(item)
+        elif job.spec.recompute != "selective" or item.kind not in SUMS:
+            runs += [item, []]
+    return runs
+
+
+def names_in(job: Job, layer: Layer, ways: tuple[Way, Way], kind: str) -> tuple[str, ...]:
+    """Names of the pieces of a layer in a pass of this kind, for the recorder."""
+    if kind == "recompute":
+        return tuple(run[0].name for run in repeated(job, layer, ways[0](job, layer)) if not isinstance(run, Op))
+    return tuple(item.name for item in ways[kind != "forward"](job, layer) if isinstance(item, Layer))
 
 
 def collective(kind: str, part: str, size: int) -> Op:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from engine import chain
 from engine.job import Job
-from engine.modes.tensor.cuts import Cut, Way, collective, units
+from engine.modes.tensor.cuts import Cut, Way, collective, names_in, units
 from engine.modes.tensor.shards import held, parameters_in, piece, styles
 from engine.plan import Mesh, Op, Plan, Program
 from engine.shapes import FP32, Layer, norm_saved
@@ -22,14 +22,14 @@ def plan(job: Job, step: int) -> Plan:
 
 def parts(job: Job, kind: str, name: str) -> tuple[str, ...]:
     """Names of the pieces of layer `name` in a pass of this kind."""
-    return names_of(job, forward if kind == "forward" else backward, name)
+    return names_of(job, forward, backward, kind, name)
 
 
-def names_of(job: Job, cut: Way, name: str) -> tuple[str, ...]:
+def names_of(job: Job, forward: Way, backward: Way, kind: str, name: str) -> tuple[str, ...]:
     if job.degree("tp") == 1:
         return (name,)
     (layer,) = [layer for layer in held(job) if layer.name == name]
-    return tuple(item.name for item in cut(job, layer) if isinstance(item, Layer))
+    return names_in(job, layer, (forward, backward), kind)
 
 
 def assemble(job: Job, forward: Way, backward: Way, after: Iterable[Op]) -> Plan:
@@ -107,7 +107,8 @@ def loss(job: Job, layer: Layer, normed: int) -> Cut:
 def _logits(job: Job, layer: Layer, normed: int) -> Layer:
     context, vocabulary = layer.output
     flops, output = layer.flops // job.degree("tp"), (context, vocabulary // job.degree("tp"))
-    return piece(layer, "logits", "linear", flops=flops, saved=normed + layer.item * math.prod(output), output=output)
+    saved = normed + layer.item * math.prod(output)
+    return piece(layer, "logits", "linear", flops=flops, saved=saved, output=output, last_flops=flops)
 
 
 def _dense(job: Job, layer: Layer, style: str) -> Layer:
@@ -126,11 +127,14 @@ def _halves(job: Job, layer: Layer) -> tuple[Layer, Layer]:
         flops=(2 * c * 4 * h * h + 2 * 2 * c * c * h) // ranks,
         saved=layer.item * c * (norm_saved(h) + 4 * h // ranks) + FP32 * c * heads // ranks,
         output=layer.output,
+        products=layer.item * c * (4 * h // ranks + 2 * h) + FP32 * c * heads // ranks,
     )  # fmt: skip
     mlp = piece(
         layer, "mlp", "norm2", "up", "down",
         flops=2 * c * 8 * h * h // ranks,
         saved=layer.item * c * (h + norm_saved(h) + 8 * h // ranks + h),  # the sum before it and the one after
         output=layer.output,
+        products=layer.item * c * (4 * h // ranks + 2 * h + h),  # of its own part and of all, and the sum after it
+        last_flops=2 * c * 4 * h * h // ranks,
     )  # fmt: skip
     return attention, mlp

@@ -54,7 +54,10 @@ def held(job: Job) -> tuple[Layer, ...]:
     )
 
 
-def piece(layer: Layer, name: str, *modules: str, output: tuple[int, ...], flops: int = 0, saved: int = 0) -> Layer:
-    """A part of a layer between two collectives, with the parameters of some of its modules."""
+def piece(
+    layer: Layer, name: str, *modules: str, output: tuple[int, ...], flops: int = 0, saved: int = 0, **again: int
+) -> Layer:
+    """A part of a layer between two collectives, with the parameters of some of its modules. `again`: `products` and
+    `last_flops`, where it can be computed again."""
     params = tuple((key, shape) for key, shape in layer.params if key.split(".")[0] in modules)
-    return Layer(f"{layer.name}.{name}", params, flops, output, saved, layer.item)
+    return Layer(f"{layer.name}.{name}", params, flops, output, saved, layer.item, **again)

@@ -1,0 +1,53 @@
+"""A stage of a pipeline -> the compute ops of its passes, for one microbatch: one op a pass.
+
+Where layers are computed again, each right before it goes back, a pass is one op a layer instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engine import chain
+from engine.job import Job
+from engine.plan import Op
+
+
+def samples_of(job: Job) -> int:
+    return job.local_batch // job.spec.microbatches
+
+
+def recomputes(job: Job) -> bool:
+    return job.spec.recompute not in (None, "none")
+
+
+def forward_and_backward(job: Job, stage: int, *, is_last: bool) -> tuple[list[Op], list[Op]]:
+    layers, known = job.stages[stage], {"stage": stage, "spec": job.spec}
+    ahead = chain.forward(layers, samples_of(job), **known)
+    back = chain.backward(layers, samples_of(job), **known, sent=not is_last)
+    return (ahead, back) if recomputes(job) else ([chain.whole_stage(ahead)], [chain.whole_stage(back)])
+
+
+def passes_of(job: Job, stages: Sequence[int], pipelines: list[range]) -> dict[tuple[str, int], list[Op]]:
+    """The compute of each pass through each stage of a rank.
+
+    A backward's two halves share its FLOPs. Where nobody waits for the gradient of the input, in a first stage,
+    PyTorch leaves all of it to the weights' half.
+    """
+    passes, firsts = {}, {pipeline[0] for pipeline in pipelines}
+    for stage in stages:
+        is_last = any(stage == pipeline[-1] for pipeline in pipelines)
+        forward, backward = forward_and_backward(job, stage, is_last=is_last)
+        if not is_last:  # its output is kept by who gets it (`beside`)
+            output = job.stages[stage][-1].output_bytes * samples_of(job)
+            forward[-1] = replace(forward[-1], saved=forward[-1].saved - output)
+        passes |= {("forward", stage): forward, ("backward", stage): backward}
+        if recomputes(job):
+            continue
+        (whole,) = backward
+        inputs = 0 if stage in firsts else whole.flops // 2
+        traffic = 0 if stage in firsts else whole.bytes // 2
+        left = {"flops": whole.flops - inputs, "bytes": whole.bytes - traffic}
+        passes["backward_input", stage] = [replace(whole, kind="backward_input", flops=inputs, bytes=traffic)]
+        passes["backward_weight", stage] = [replace(whole, kind="backward_weight", **left)]
+    return passes
