@@ -139,7 +139,7 @@ def _waits(values: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     for one in values["stragglers"]:
         told = f"rank {one['rank']} comes last in {one['last']} of {one['calls']} collectives"
-        lines.append(("STRAGGLER", f"{told}; each other rank waits {seconds(one['seconds'])} a step for it"))
+        lines.append(("STRAGGLER", f"{told}, in all {seconds(one['seconds'])} a step after the others"))
     return lines
 
 
@@ -189,7 +189,7 @@ def late(report: dict[str, Any]) -> str:
         times = f"the first waits {seconds(one['longest'])}, the others on average {seconds(one['waited'])}"
         lines.append((f"{one['call']}  {one['name'][:40]}", f"{who}; {times}" if one["last"] is not None else who))
     for one in report["ranks"]:
-        told = f"last to {one['last']} of {one['calls']}; each other rank waits {seconds(one['seconds'])} for it"
+        told = f"last to {one['last']} of {one['calls']}, in all {seconds(one['seconds'])} after the others"
         lines.append((f"rank {one['rank']}", told))
     return rows(lines)
 

@@ -36,8 +36,8 @@ class Late(NamedTuple):
 
 
 class Straggler(NamedTuple):
-    """A rank for which others waited: in how many of its calls it came last, and for how many seconds, on average, each
-    other member waited for it in all of them together."""
+    """A rank that kept others waiting: in how many of its calls it came last, and how many seconds after the others, on
+    average of these and in all calls together. What overlaps with compute does not idle for that long."""
 
     rank: int
     last: int
