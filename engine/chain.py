@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from engine.cost import kernels
 from engine.job import Job
 from engine.plan import Op
 from engine.shapes import FP32, Layer
@@ -48,6 +49,7 @@ def forward(
             flops=layer.flops * samples,
             bytes=layer.param_bytes + samples * (layer.saved + layer.output_bytes),
             saved=kept(layer, spec) * samples,
+            kernels=kernels.forward(layer.kernels, samples),
         )
         for layer in layers
     ]
@@ -72,7 +74,8 @@ def backward(
             again = recompute(layer, samples, spec, **where)
             ops.append(dataclasses.replace(again, saved=max(0, layer.saved - there) * samples))
         traffic = 2 * layer.param_bytes + 2 * samples * (layer.saved + layer.output_bytes)
-        ops.append(Op(kind="backward", part=layer.name, flops=2 * layer.flops * samples, bytes=traffic, **where))
+        work = {"flops": 2 * layer.flops * samples, "kernels": kernels.backward(layer.kernels, samples)}
+        ops.append(Op(kind="backward", part=layer.name, bytes=traffic, **work, **where))
     return ops
 
 
@@ -92,7 +95,10 @@ def recompute(layer: Layer, samples: int, spec: Spec, **where: int) -> Op:
     """The layer's forward once more, up to the last thing that backward needs; of products selectively none."""
     flops = 0 if spec.recompute == "selective" else (layer.flops - layer.last_flops) * samples
     traffic = layer.param_bytes + samples * (layer.saved + layer.output_bytes)
-    return Op(kind="recompute", part=layer.name, flops=flops, bytes=traffic, **where)
+    work = kernels.recomputed(
+        layer.kernels, samples, selective=spec.recompute == "selective", whole=not layer.last_flops
+    )
+    return Op(kind="recompute", part=layer.name, flops=flops, bytes=traffic, kernels=work, **where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +131,7 @@ def whole_stage(ops: Sequence[Op]) -> Op:
         flops=sum(op.flops for op in ops),
         bytes=sum(op.bytes for op in ops),
         saved=sum(op.saved for op in ops),
+        kernels=tuple(kernel for op in ops for kernel in op.kernels) if all(op.kernels for op in ops) else (),
     )
 
 

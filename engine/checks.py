@@ -10,6 +10,7 @@ import math
 from engine import schedules
 from engine.faults import FAULTS, WITH_PEERS, Fault
 from engine.modes.context.deal import num_chunks
+from engine.presets import family
 from engine.rules import SpecError
 from engine.schedules import given
 from engine.schedules.csv_form import ScheduleFileError
@@ -54,7 +55,7 @@ def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
             raise SpecError("option_of_model", setting, value, model=model, reason=reason)
     if spec.recompute == "selective" and not any(layer.products for layer in layers):
         raise SpecError("nothing_to_recompute", "recompute", "selective", suggest=["none", "full"], model=spec.model)
-    if spec.mode in TENSOR_MODES or (degrees(spec).get("tp", 1) > 1 and spec.model != "moe"):
+    if spec.mode in TENSOR_MODES or (degrees(spec).get("tp", 1) > 1 and family(spec.model) != "moe"):
         _check_shards(spec, layers)
     if spec.mode == "context":
         return check_context(spec)
@@ -138,7 +139,7 @@ def _check_sequences(spec: Spec) -> Spec:
 
 def _check_expert_axis(spec: Spec) -> None:
     """Experts are shared out among replicas of all the rest; what routers choose is known of no other mesh."""
-    if spec.model != "moe":
+    if family(spec.model) != "moe":
         if spec.ep > 1:
             raise SpecError("model_of_mode", "model", spec.model, suggest=MODE_MODELS["expert"], mode="expert")
         return
@@ -236,11 +237,11 @@ def _check_schedule(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
 def _check_shards(spec: Spec, layers: tuple[Layer, ...]) -> None:
     """What is cut must be cut into equal parts: attention by heads, the vocabulary by tokens, other layers by
     the features between a pair."""
-    features = next(layer.output[-1] for layer in layers if len(layer.output) == 1) if spec.model != "gpt" else 0
-    vocabulary = layers[-1].output[-1]
-    context = spec.context and spec.context // degrees(spec).get("cp", 1)  # of a rank that deals it out among others
-    gpt = {"heads": spec.heads, "context": context, "vocabulary": vocabulary}
-    sizes = gpt if spec.model == "gpt" else {"features": features}
+    if family(spec.model) == "gpt":
+        context = spec.context // degrees(spec).get("cp", 1)  # of a rank that deals it out among others
+        sizes = {"heads": spec.heads, "context": context, "vocabulary": layers[-1].output[-1]}
+    else:
+        sizes = {"features": next(layer.output[-1] for layer in layers if len(layer.output) == 1)}
     if spec.mode != "sequence" and not spec.sequence_parallel:
         sizes.pop("context", None)
     shared, ranks = math.gcd(*sizes.values()), degrees(spec)["tp"]

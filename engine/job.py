@@ -26,6 +26,7 @@ from engine.checks import (
 from engine.faults import parse_fault
 from engine.meshes import fill_degrees
 from engine.plan import AXES
+from engine.presets import PRESETS, family
 from engine.rules import SpecError
 from engine.settings import (
     DATA_MODES,
@@ -44,12 +45,14 @@ from engine.settings import (
     TOKEN_MODELS,
     TORCH_FLOOR,
     degrees,
+    planned_only,
     replicas,
 )
 from engine.shapes import Layer, model_layers
 from engine.spec import MAX_HEADS, MAX_REAL_DEVICES, Spec
 
 POWERSGD_STEPS = 5  # two that it leaves alone, one to begin with, and two that build on what was left out before
+MAX_BATCH = Spec.__dataclass_fields__["global_batch"].metadata["high"]
 MAX_PARITY_STEPS = 64  # unless more are asked for: every rank keeps its gradients of each
 
 
@@ -71,6 +74,13 @@ class Job:
     def degree(self, axis: str) -> int:
         """How many coordinates the mesh has on `axis`; 1 where it does not have it."""
         return degrees(self.spec).get(axis, 1)
+
+    @property
+    def num_params(self) -> int:
+        """Of the model, once: a tied head that is held as a copy is not counted again."""
+        total = sum(layer.num_params for layer in self.layers)
+        copied = [math.prod(shape) for name, shape in self.layers[-1].params if name == "linear.weight"]
+        return total - (sum(copied) if self.spec.tied else 0)
 
     @property
     def replicas(self) -> int:
@@ -168,6 +178,8 @@ def _prepare(spec: Spec) -> Job:
         defaults |= {"bucket_mb": ONE_BUCKET_MB, "compress_rank": spec.compress_rank or POWERSGD_RANK}
     if spec.schedule_file is not None:
         defaults.pop("schedule", None)  # the order is in the file
+    if spec.model in PRESETS and "precision" in MODE_SETTINGS[spec.mode] and spec.precision is None:
+        defaults["precision"] = PRESETS[spec.model].precision
     if spec.lr is None:
         defaults["lr"] = LEARNING_RATES[spec.optimizer]
     if spec.dataset is None:
@@ -179,9 +191,12 @@ def _prepare(spec: Spec) -> Job:
         )
     if spec.data_dir is not None and spec.dataset != "digits":
         raise SpecError("does_not_apply", "data_dir", spec.data_dir, to=f"the dataset {spec.dataset}")
-    if spec.heads is not None and spec.hidden % spec.heads:
+    if spec.heads is not None and spec.head_dim is None and spec.hidden % spec.heads:
         good = nearest([d for d in range(1, min(spec.hidden, MAX_HEADS) + 1) if spec.hidden % d == 0], spec.heads)
         raise SpecError("heads_divide", "heads", spec.heads, suggest=good, hidden=spec.hidden)
+    if spec.kv_heads is not None and spec.heads % spec.kv_heads:
+        good = nearest([d for d in range(1, spec.heads + 1) if spec.heads % d == 0], spec.kv_heads)
+        raise SpecError("kv_heads_divide", "kv_heads", spec.kv_heads, suggest=good, heads=spec.heads)
     if spec.top_k is not None and spec.top_k > spec.experts:
         raise SpecError("top_k_of_experts", "top_k", spec.top_k, suggest=[spec.experts], experts=spec.experts)
     num_train, num_validation, vocabulary = _data_sizes(spec)
@@ -227,6 +242,9 @@ def _first_step(spec: Spec) -> int:
 def prepare_real(spec: Spec) -> Job:
     """`prepare`, and beyond it: can this machine run it at all? `device` becomes cpu or cuda."""
     job = prepare(spec)
+    if setting := planned_only(job.spec):
+        models = () if setting != "model" else (family(spec.model),)
+        raise SpecError("planned_model", setting, getattr(job.spec, setting), suggest=models)
     if job.spec.schedule in PLANNED_ONLY:
         raise SpecError("planned_only", "schedule", spec.schedule, suggest=_schedules_instead(spec))
     for name in ("slow_rank", "slow_link"):
@@ -304,7 +322,10 @@ def _check_applies(spec: Spec) -> None:
 
 
 def _data_sizes(spec: Spec) -> tuple[int, int, int]:
-    """(training samples, validation samples, classes or distinct tokens)"""
+    """(training samples, validation samples, classes or distinct tokens); a model that only is planned has as many
+    samples as it takes."""
+    if planned_only(spec) and spec.dataset == "synthetic":
+        return MAX_BATCH, 0, datasets.vocabulary_size(spec.dataset)
     try:
         train, validation = datasets.sizes(spec.dataset, data_dir=spec.data_dir, context=spec.context)
     except datasets.DatasetError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from engine.plan import AXES
+from engine.presets import family
 from engine.rules import SpecError
 from engine.settings import MODE_SETTINGS
 from engine.spec import MAX_DEVICES, Spec
@@ -18,7 +19,7 @@ def fill_degrees(spec: Spec) -> Spec:
     it is asked for. Without any degree: pairs of tensor ranks, and shards over the pairs; or pairs that share out the
     experts, and replicas."""
     to_grow, (pair, rest_of) = FIRST_TO_GROW, ("tp", "fsdp")
-    if spec.model == "moe":
+    if family(spec.model) == "moe":
         to_grow, (pair, rest_of) = WITH_EXPERTS, ("ep", "dp")
     axes = [axis for axis in AXES if axis in MODE_SETTINGS[spec.mode]]
     given = {axis: getattr(spec, axis) for axis in axes if getattr(spec, axis) is not None}

@@ -10,6 +10,8 @@ import functools
 import math
 from dataclasses import dataclass, field
 
+from engine.cost.kernels import Kernels
+
 COMPUTE = ("load", "forward", "backward", "backward_input", "backward_weight", "recompute", "optimizer", "copy")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "gather", "reduce")
 MESSAGES = ("send", "recv")
@@ -42,6 +44,7 @@ class Op:
     bytes: int = 0
     flops: int = 0
     saved: int = 0
+    kernels: Kernels = field(default=(), compare=False)  # how a compute op does it, where that is known
 
     @property
     def key(self) -> tuple:

@@ -125,6 +125,9 @@ RULES = {
     "Use device cpu (gloo processes), or fewer devices.",
     "cannot_run_here": "A real run uses at most {high} processes on one machine; devices is {value}. "
     "It can still be simulated.",
+    "planned_model": "With {setting} {value} a model can be planned and simulated; it is not built to run.",
+    "kv_heads_divide": "kv-heads must divide heads ({heads}); it is {value}.",
+    "impossible_machine": "A machine's {setting} must be {wanted}; it is {value}.",
     "simulation_only": "The machine {value} is for simulation only.",
     "bad_fault": "A fault reads KIND@RANK:STEP or slow@RANK:STEP:SECONDS, with a rank and a step that the run has "
     "(step 0 where it is wrong from the start) and KIND one of {kinds}; it is {value}.",

@@ -5,22 +5,30 @@ from __future__ import annotations
 import math
 
 from engine.plan import AXES
+from engine.presets import PRESETS, family
 from engine.spec import Spec
 
+# Sizes with which a model can be planned and simulated, and not run.
+PLANNED_SIZES = ("kv_heads", "head_dim", "ffn", "vocabulary", "activation", "positions", "tied", "flash")
+PLANNED_EXPERTS = ("shared_experts", "dense_layers", "dense_ffn")
 # Settings that a model has, with their defaults; all others do not apply to it.
 MODEL_DEFAULTS = {
     "cnn": {},
     "mlp": {"layers": 2, "hidden": 256},
-    "gpt": {"layers": 4, "hidden": 128, "heads": 4, "context": 64},
-    "moe": {"layers": 2, "hidden": 64, "heads": 4, "context": 64, "experts": 8, "top_k": 2},
-}
+    "gpt": {"layers": 4, "hidden": 128, "heads": 4, "context": 64, **dict.fromkeys(PLANNED_SIZES)},
+    "moe": {
+        "layers": 2, "hidden": 64, "heads": 4, "context": 64, "experts": 8, "top_k": 2,
+        **dict.fromkeys((*PLANNED_SIZES, *PLANNED_EXPERTS)),
+    },
+}  # fmt: skip
+MODEL_DEFAULTS |= {name: MODEL_DEFAULTS[preset.family] | preset.sizes for name, preset in PRESETS.items()}
 MODEL_DATASETS = {
     "cnn": ("digits", "synthetic"),
     "mlp": ("digits", "synthetic"),
     "gpt": ("text", "synthetic"),
     "moe": ("text", "synthetic"),
-}
-TOKEN_MODELS = ("gpt", "moe")  # they read sequences of tokens; the others, images
+} | dict.fromkeys(PRESETS, ("synthetic",))
+TOKEN_MODELS = ("gpt", "moe", *PRESETS)  # they read sequences of tokens; the others, images
 MODE_SETTINGS = {
     "single": {},
     "data_parallel": {},
@@ -68,7 +76,7 @@ OPTIONS = {
     "compress": ("none", ("ddp",)),
     "compress_rank": (None, ("ddp",)),  # of powersgd alone
     "recompute": ("none", tuple(mode for mode in MODE_SETTINGS if mode not in ("data_parallel", "context", "expert"))),
-    "precision": ("fp32", tuple(mode for mode in MODE_SETTINGS if mode not in ("context", "expert", "hybrid"))),
+    "precision": ("fp32", tuple(MODE_SETTINGS)),
     "clip": (None, tuple(MODE_SETTINGS)),
 }
 for _option, (_default, _modes) in OPTIONS.items():
@@ -78,7 +86,6 @@ for _option, (_default, _modes) in OPTIONS.items():
 _OWN_MICROBATCHES = "a pipeline adds up the gradients of its microbatches as it is"
 _WHOLE_BATCH = "all of its devices work on the same samples, and nothing is saved by cutting them"
 _ROUTED = "where tokens go is decided in each pass, and is planned for one pass a step"
-_IN_FP32 = "what its devices exchange inside of a layer is in fp32"
 _SCATTERED = "it scatters the batch anew in every pass"
 REASONS = {
     "accumulate": {
@@ -95,20 +102,21 @@ REASONS = {
         "context": "a layer would repeat its collectives, which are not planned",
         "expert": "a layer would repeat its collectives, which are not planned",
     },
-    "precision": {"context": _IN_FP32, "expert": _IN_FP32},
     "sync_every_microstep": {
         "single": "one device has nobody to reduce gradients with",
         "local_sgd": "no gradients are reduced",
     },
 }
-# Values that a model does not take, and why.
+# Values that a model that runs does not take, and why.
 MODEL_REASONS = {
     ("moe", "precision", "bf16"): "rounding alone would send tokens to other experts than on one device",
     ("moe", "recompute", "full"): "its routers would count tokens again",
     ("moe", "recompute", "selective"): "its routers would count tokens again",
 }
+DENSE = ("gpt", *(name for name in PRESETS if family(name) == "gpt"))
+ROUTED = ("moe", *(name for name in PRESETS if family(name) == "moe"))
 # A mode that is not named takes every model.
-MODE_MODELS = {"tensor": ("cnn", "mlp", "gpt"), "sequence": ("gpt",), "context": ("gpt",), "expert": ("moe",)}
+MODE_MODELS = {"tensor": ("cnn", "mlp", *DENSE), "sequence": DENSE, "context": DENSE, "expert": ROUTED}
 MODE_MODELS["hybrid"] = (*MODE_MODELS["tensor"], *MODE_MODELS["expert"])
 # These split the batch over devices.
 DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "local_sgd", "expert")
@@ -129,7 +137,8 @@ MODE_AXIS = {
     "expert": "ep",
 }
 # Axes that a hybrid of a model can have; those of models that are not named are the first.
-MODEL_AXES = {"": ("pp", "dp", "fsdp", "tp"), "gpt": ("pp", "dp", "fsdp", "cp", "tp"), "moe": ("dp", "ep")}
+MODEL_AXES = {"": ("pp", "dp", "fsdp", "tp")}
+MODEL_AXES |= dict.fromkeys(DENSE, ("pp", "dp", "fsdp", "cp", "tp")) | dict.fromkeys(ROUTED, ("dp", "ep"))
 DATA_AXES = ("dp", "fsdp", "ep")  # those over which the batch is cut
 ONE_PROCESS_MODES = ("single", "data_parallel")
 STAGE_MODES = ("layer_split", "pipeline")  # split the layers over devices
@@ -139,6 +148,8 @@ CONTEXT_SETTINGS = ("attention", "balance")  # of a mesh with cp
 TORCH_FLOOR = (2, 11)  # the oldest that runs are tested with
 # What gloo could not do before torch 2.8 (pytorch#149869).
 REDUCE_SCATTER_MODES = ("zero2", "fsdp", "hsdp", "sequence", "hybrid")
+PLANNED_PRECISIONS = ("fp16", "fp8")
+FP32_MODES = ("context", "expert", "hybrid")  # what their devices exchange inside of a layer is in fp32 when they run
 PLANNED_ONLY = ("zb_h2", "zb_2p", "dualpipe")  # schedules that PyTorch does not have
 MAX_RING = 64  # ranks: every one takes as many turns, in every layer
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zb_h2", "zb_2p", "zbv", "dualpipev", "dualpipe")  # a backward is two ops
@@ -147,6 +158,15 @@ LEARNING_RATES = {"sgd": 0.05, "adamw": 0.002}
 DEFAULT_STEPS = 20
 POWERSGD_RANK = 2
 ONE_BUCKET_MB = 65_536.0  # no model's gradients fill it
+
+
+def planned_only(spec: Spec) -> str | None:
+    """The setting for which a model can be planned and simulated, but not run; None where it can run."""
+    if spec.model in PRESETS:
+        return "model"
+    of_sizes = next((name for name in (*PLANNED_SIZES, *PLANNED_EXPERTS) if getattr(spec, name) is not None), None)
+    in_fp32 = spec.mode in FP32_MODES and spec.precision not in (None, "fp32")
+    return of_sizes or ("precision" if in_fp32 or spec.precision in PLANNED_PRECISIONS else None)
 
 
 def applies(setting: str, mode: str, model: str) -> bool:

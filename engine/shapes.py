@@ -8,19 +8,27 @@ arXiv:2001.08361, section 2.1).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
+from engine.cost.kernels import Kernels, memory
+from engine.decoder import FP32 as FP32
+from engine.decoder import ITEM_BYTES as ITEM_BYTES
+from engine.decoder import Decoder
+from engine.decoder import norm_saved as norm_saved
+from engine.presets import family
 from engine.spec import Spec
 
-FP32 = 4  # bytes
-ITEM_BYTES = {"fp32": FP32, "bf16": 2}  # of a number, by the name of its precision
 # A model's vocabulary is rounded up to a multiple of this, so that tensor parallelism can cut it: a text has as many
 # distinct characters as it has. Tokens that no text has are never a target.
 VOCABULARY_MULTIPLE = 48
+# A vocabulary that was given is rounded up where its ranks could not share it, to this for each of them, as Megatron-LM
+# does (make-vocab-size-divisible-by).
+PADDING = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +43,11 @@ class Layer:
     item: int = FP32  # bytes of a number
     products: int = 0  # bytes of its output and the results of its matrix products, where those are less than `saved`
     last_flops: int = 0  # of a product at its end, of which backward does not need the result
+    kernels: Kernels = ()  # of the forward pass of one sample; none where only FLOPs and bytes are known
 
     @property
     def num_params(self) -> int:
-        return sum(math.prod(shape) for _, shape in self.params)
+        return _count(self.params)
 
     @property
     def param_bytes(self) -> int:
@@ -49,6 +58,11 @@ class Layer:
         return self.item * math.prod(self.output)
 
 
+@functools.lru_cache(maxsize=4096)  # layers of a model share their shapes, and are asked for their sizes often
+def _count(params: tuple[tuple[str, tuple[int, ...]], ...]) -> int:
+    return sum(math.prod(shape) for _, shape in params)
+
+
 def model_layers(spec: Spec, vocabulary: int) -> tuple[Layer, ...]:
     """The chain of `spec.model`, for a resolved spec. `vocabulary`: number of classes or of distinct tokens."""
     item = ITEM_BYTES[spec.precision or "fp32"]
@@ -57,9 +71,11 @@ def model_layers(spec: Spec, vocabulary: int) -> tuple[Layer, ...]:
     if spec.model == "mlp":
         return _mlp(spec.layers, spec.hidden, vocabulary, item)
     tokens = math.ceil(vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    if spec.model == "moe":
-        return _moe(spec, tokens)
-    return _gpt(spec.layers, spec.hidden, spec.heads, spec.context, tokens, item)
+    if spec.vocabulary is not None:
+        ranks = spec.devices if spec.mode in ("tensor", "sequence") else spec.tp or 1
+        multiple = PADDING * ranks if spec.vocabulary % ranks else 1
+        tokens = math.ceil(spec.vocabulary / multiple) * multiple
+    return _decoder(spec, Decoder.of(spec, item), tokens)
 
 
 def _conv(name: str, inputs: int, outputs: int, side: int, item: int) -> Layer:
@@ -102,58 +118,84 @@ def _mlp(layers: int, hidden: int, classes: int, item: int) -> tuple[Layer, ...]
     return (*hidden_layers, _linear("out", hidden, classes, item))
 
 
-def _gpt(layers: int, hidden: int, heads: int, context: int, vocabulary: int, item: int) -> tuple[Layer, ...]:
-    """A pre-norm decoder (Radford et al. 2019) with RMSNorm, no biases, learned positions, an untied head."""
-    h, c = hidden, context
-    embed_params = (("token.weight", (vocabulary, h)), ("position.weight", (c, h)))
-    embed = Layer("embed", embed_params, 0, (c, h), item * c * h, item)
-    block_params = (
-        ("norm1.weight", (h,)),
-        ("qkv.weight", (3 * h, h)),
-        ("proj.weight", (h, h)),
-        ("norm2.weight", (h,)),
-        ("up.weight", (4 * h, h)),
-        ("down.weight", (h, 4 * h)),
-    )
-    matmuls = 2 * c * (3 * h * h + h * h + 8 * h * h)
-    attention = 2 * 2 * c * c * h  # scores and weighted sum, the full square
-    # Kept: two norms, q k v, a log-sum-exp a head, attention's output, the sum, up's output and GELU's, the last sum.
-    saved = item * c * (2 * norm_saved(h) + 3 * h + h + h + 8 * h + h) + FP32 * c * heads
-    block = (block_params, matmuls + attention, (c, h), saved, item)
-    # Its output, q k v, attention's output and log-sum-exps, and those of proj, up and down.
-    again = {"products": item * c * (h + 3 * h + h + h + 4 * h + h) + FP32 * c * heads}
-    again["last_flops"] = 2 * c * 4 * h * h
-    blocks = tuple(Layer(f"block{i + 1}", *block, **again) for i in range(layers))
-    head_params = (("norm.weight", (h,)), ("linear.weight", (vocabulary, h)))
+def _decoder(spec: Spec, sizes: Decoder, vocabulary: int) -> tuple[Layer, ...]:
+    """A pre-norm decoder (Radford et al. 2019) with RMSNorm, no biases, and, unless asked for otherwise, learned
+    positions and an untied head. A tied head is a copy of the embedding where it is on another device."""
+    h, c, item = sizes.hidden, sizes.context, sizes.item
+    embed_params = (("token.weight", (vocabulary, h)),)
+    if spec.positions in (None, "learned"):
+        embed_params += (("position.weight", (c, h)),)
+    embed = Layer("embed", embed_params, 0, (c, h), item * c * h, item, kernels=sizes.embed_kernels())
+    dense = [_block(sizes), _block(sizes, spec.dense_ffn)]
+    routed = _routed(dense[0], sizes, spec) if family(spec.model) == "moe" else dense[0]
+    blocks = []
+    for i in range(spec.layers):
+        params, flops, saved, products, last, kernels = dense[1] if i < (spec.dense_layers or 0) else routed
+        block = Layer(f"block{i + 1}", params, flops, (c, h), saved, item, products, last, kernels)
+        blocks.append(block)
+    # A copy of a tied embedding is held by the last of several stages.
+    copied = not spec.tied or spec.mode in ("layer_split", "pipeline") or (spec.pp or 1) > 1
+    head_params = (("norm.weight", (h,)), *((("linear.weight", (vocabulary, h)),) if copied else ()))
     flops, saved = 2 * c * h * vocabulary, item * c * (norm_saved(h) + vocabulary)
-    head = Layer("head", head_params, flops, (c, vocabulary), saved, item, last_flops=flops)
+    kernels = (*sizes.norm_kernels(), *sizes.logits_kernels(vocabulary), *sizes.loss_kernels(vocabulary))
+    head = Layer("head", head_params, flops, (c, vocabulary), saved, item, last_flops=flops, kernels=kernels)
     return (embed, *blocks, head)
 
 
-def _moe(spec: Spec, vocabulary: int) -> tuple[Layer, ...]:
-    """The gpt with a mixture of experts for each block's MLP (Fedus et al. 2021, arXiv:2101.03961): a router gives
-    every token to `top_k` of the experts, and none is dropped."""
-    h, c, k = spec.hidden, spec.context, spec.top_k
-    embed, *blocks, head = _gpt(spec.layers, h, spec.heads, c, vocabulary, FP32)
-    (*kept, (_, up), (_, down)), experts = blocks[0].params, range(spec.experts)
-    params = [*kept, ("router.weight", (spec.experts, h))]
-    params += [(f"experts.{e}.{name}.weight", shape) for e in experts for name, shape in (("up", up), ("down", down))]
-    mlp = 2 * c * 8 * h * h
+_Block = tuple[tuple, int, int, int, int, Kernels]  # params, flops, saved, products, last_flops, kernels
+
+
+def _block(sizes: Decoder, ffn: int | None = None) -> _Block:
+    """Attention and a dense MLP."""
+    h, c, item = sizes.hidden, sizes.context, sizes.item
+    params = (*sizes.attention_params(), ("norm2.weight", (h,)), *sizes.mlp_params(ffn))
+    # Kept: two norms, attention's, the sum, the MLP's, the last sum.
+    saved = item * c * (2 * norm_saved(h) + 2 * h) + sizes.attention_saved() + sizes.mlp_saved(ffn=ffn)
+    # Its output, what attention keeps, and the results of its last matrix and of those of the MLP.
+    last = 2 * c * h * (ffn or sizes.ffn)
+    products = item * c * 3 * h + sizes.mlp_products(ffn=ffn) + sizes.attention_saved()
+    flops = sizes.attention_flops() + sizes.mlp_flops(ffn=ffn)
+    kernels = (
+        *sizes.norm_kernels(), *sizes.attention_kernels(), *sizes.sum_kernels(),
+        *sizes.norm_kernels(), *sizes.mlp_kernels(ffn=ffn), *sizes.sum_kernels(),
+    )  # fmt: skip
+    return params, flops, saved, products, last, kernels
+
+
+def _routed(dense: _Block, sizes: Decoder, spec: Spec) -> _Block:
+    """A block with a mixture of experts for its MLP (Fedus et al. 2021, arXiv:2101.03961): a router gives every token
+    to `top_k` of the experts, and none is dropped. What experts share (DeepSeek-AI 2024, arXiv:2401.06066) all get."""
+    h, c, k, item = sizes.hidden, sizes.context, spec.top_k, sizes.item
+    shared = (spec.shared_experts or 0) * sizes.ffn
+    experts, mlp = range(spec.experts), sizes.mlp_params()
+    params = [*sizes.attention_params(), ("norm2.weight", (h,)), ("router.weight", (spec.experts, h))]
+    params += [(f"shared.{name}", shape) for name, shape in (sizes.mlp_params(shared) if shared else ())]
+    params += [(f"experts.{e}.{name}", shape) for e in experts for name, shape in mlp]
+    flops = dense[1] + (k - 1) * sizes.mlp_flops() + 2 * c * h * spec.experts
     # Kept of a token: the router's probabilities and its choices (int64 thrice: which, in which order, and back); of
-    # each of its copies the input, up's output and GELU's, and the output.
-    saved = FP32 * c * (spec.experts + k * (1 + 10 * h)) + 8 * c * 3 * k - FP32 * c * 8 * h
-    change = {"flops": blocks[0].flops + (k - 1) * mlp + 2 * c * h * spec.experts, "saved": blocks[0].saved + saved}
-    return (embed, *(replace(block, params=tuple(params), **change) for block in blocks), head)
+    # each of its copies the input, the MLP's, and the output.
+    inside = sizes.mlp_saved()
+    saved = dense[2] - inside + item * c * (spec.experts + k * (1 + 2 * h)) + k * inside + 8 * c * 3 * k
+    if shared:
+        flops, saved = flops + sizes.mlp_flops(ffn=shared), saved + sizes.mlp_saved(ffn=shared)
+    kernels = (
+        *sizes.norm_kernels(), *sizes.attention_kernels(), *sizes.sum_kernels(), *sizes.norm_kernels(),
+        *expert_kernels(sizes, spec.experts, c * k / spec.experts), *sizes.sum_kernels(),
+        *(sizes.mlp_kernels(ffn=shared) if shared else ()),
+    )  # fmt: skip
+    return tuple(params), flops, saved, *dense[3:5], kernels
+
+
+def expert_kernels(sizes: Decoder, experts: int, tokens: float) -> Kernels:
+    """Copies sorted to experts and back, and each expert's matrices, for as many copies as it gets of a sample."""
+    copies = sizes.item * experts * tokens * sizes.hidden
+    inside = (kernel._replace(batch=experts) for kernel in sizes.mlp_kernels(tokens=max(1, round(tokens))))
+    return (memory(2 * copies, 2 * copies), *inside, memory(3 * copies, 3 * copies))
 
 
 def num_experts(layer: Layer) -> int:
     """How many experts a layer has; 0 where it has none."""
     return sum(name.startswith("experts.") and name.endswith(".up.weight") for name, _ in layer.params)
-
-
-def norm_saved(hidden: int) -> int:
-    """Numbers that an RMSNorm keeps of each token: its output, that without the weight, and the scale."""
-    return 2 * hidden + 1
 
 
 def balance(costs: list[float], parts: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from engine import schedules, slow
 from engine.faults import KINDS, parse_fault
+from engine.presets import PRESETS
 from engine.rules import SpecError, closest
 
 MAX_DEVICES = 16_384
@@ -42,11 +43,13 @@ MODES = (
     "expert",
     "hybrid",
 )
-MODELS = ("cnn", "mlp", "gpt", "moe")
+MODELS = ("cnn", "mlp", "gpt", "moe", *PRESETS)
 DATASETS = ("digits", "text", "synthetic")
 SCHEDULES = tuple(schedules.TABLE)
 RECEIVES = ("late", "early")
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+ACTIVATIONS = ("gelu", "swiglu")
+POSITIONS = ("learned", "rotary", "alibi")
 RECOMPUTE = ("none", "selective", "full")
 COMPRESS = ("none", "fp16", "powersgd")
 ATTENTIONS = ("ring", "all_gather", "ulysses")
@@ -75,6 +78,34 @@ class Spec:
     context: int | None = _setting(None, "tokens in a sequence (gpt, moe)", low=2, high=1_048_576)
     experts: int | None = _setting(None, "experts in each block (moe)", low=1, high=MAX_EXPERTS)
     top_k: int | None = _setting(None, "experts that each token goes to (moe)", low=1, high=MAX_EXPERTS)
+    kv_heads: int | None = _setting(
+        None, "heads of keys and values, which several heads of queries share (planned models)", low=1, high=MAX_HEADS
+    )
+    head_dim: int | None = _setting(None, "width of a head, if not hidden / heads (planned models)", low=1, high=65_536)
+    ffn: int | None = _setting(
+        None,
+        "width inside of an MLP or an expert, if not 4 times hidden (planned models)",
+        low=1,
+        high=1 << 22,
+    )
+    vocabulary: int | None = _setting(
+        None, "tokens that the model knows, if not those of its dataset (planned models)", low=2, high=1 << 24
+    )
+    activation: str | None = _setting(
+        None, "what is between the matrices of an MLP; swiglu has one matrix more (planned models)", choices=ACTIVATIONS
+    )
+    positions: str | None = _setting(
+        None, "how a model knows places: of the three only the learned are weights (planned models)", choices=POSITIONS
+    )
+    tied: bool | None = _setting(None, "the head's matrix is that of the embedding (planned models)")
+    flash: bool | None = _setting(
+        None, "attention in one kernel, which never writes its scores to memory (planned models)"
+    )
+    shared_experts: int | None = _setting(None, "experts that every token goes to (planned models)", low=1, high=64)
+    dense_layers: int | None = _setting(None, "first blocks without experts (planned models)", low=1, high=1024)
+    dense_ffn: int | None = _setting(
+        None, "width inside of the MLP of blocks without experts (planned models)", low=1, high=1 << 22
+    )
     dataset: str | None = _setting(None, "what to learn from", choices=DATASETS)
     data_dir: str | None = _setting(None, "a folder with the real MNIST idx files, for the dataset digits")
     steps: int | None = _setting(None, "optimizer steps", low=1, high=1_000_000)

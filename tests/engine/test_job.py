@@ -10,10 +10,22 @@ import pytest
 from engine import job as jobs
 from engine.job import prepare, prepare_real
 from engine.rules import SpecError
-from engine.settings import CONTEXT_SETTINGS, MODE_MODELS, MODE_SETTINGS, MODEL_DEFAULTS, PIPELINE_SETTINGS
+from engine.settings import (
+    CONTEXT_SETTINGS,
+    MODE_MODELS,
+    MODE_SETTINGS,
+    MODEL_DEFAULTS,
+    PIPELINE_SETTINGS,
+    PLANNED_EXPERTS,
+    PLANNED_SIZES,
+)
 from engine.spec import MODELS, MODES, Spec
 
-NARROW = {"hybrid": PIPELINE_SETTINGS + CONTEXT_SETTINGS}  # of axes that are 1 wide, unless asked for
+# These are nothing unless they are asked for; the others, of axes that are 1 wide.
+ASKED_FOR = ("clip", "compress_rank", "schedule_file", *PLANNED_SIZES, *PLANNED_EXPERTS)
+NARROW = {
+    "hybrid": (*PIPELINE_SETTINGS, *CONTEXT_SETTINGS, "sequence_parallel")
+}  # of axes that are 1 wide, unless asked for
 
 
 @pytest.mark.parametrize(
@@ -24,8 +36,9 @@ def test_a_job_has_every_setting_that_applies_and_no_other(mode, model):
     resolved = prepare(Spec(mode=mode, model=model, devices=devices)).spec
     for settings, own in ((MODEL_DEFAULTS, model), (MODE_SETTINGS, mode)):
         for name in {name for of in settings.values() for name in of}:
-            asked_for = ("clip", "compress_rank", "schedule_file")  # these are nothing unless they are
-            given = name in settings[own] and name not in asked_for and name not in NARROW.get(mode, ())
+            if name in ASKED_FOR:
+                continue
+            given = name in settings[own] and name not in NARROW.get(mode, ())
             assert (getattr(resolved, name) is not None) == given, name
     assert resolved.dataset is not None
     # So it can be stored, read and prepared again, and is the same.

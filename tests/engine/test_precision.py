@@ -9,7 +9,6 @@ from engine.cost.machine import machine
 from engine.job import prepare
 from engine.modes import MODES
 from engine.predict import predict
-from engine.settings import MODE_SETTINGS
 from engine.shapes import FP32
 from engine.spec import Spec
 from tests.engine.proof import finished, holds
@@ -19,12 +18,12 @@ TEXT = {"model": "gpt", "layers": 2, "hidden": 32, "heads": 2, "context": 16, "g
 
 
 def plans_of(mode: str) -> list:
-    settings = TEXT if mode == "sequence" else SMALL
+    settings = TEXT if mode in ("sequence", "context") else SMALL
     spec = Spec(mode=mode, devices=1 if mode == "single" else 2, clip=1.0, **settings)
     return [modes.plan(prepare(spec.with_(precision=precision))) for precision in ("fp32", "bf16")]
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if "precision" in MODE_SETTINGS[mode]])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "expert"])  # whose model has routers, in fp32
 def test_all_that_is_kept_or_sent_of_the_model_is_half_as_large(mode):
     whole, half = plans_of(mode)
     for rank in range(whole.world_size):

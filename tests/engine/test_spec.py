@@ -141,6 +141,7 @@ JOINED = [
     ({"mode": "layer_split", "split": "5,-1"}, "split_sum", "split"),
     ({"mode": "layer_split", "devices": "3", "split": "2,2"}, "split_sum", "split"),
     ({"model": "gpt", "heads": "5"}, "heads_divide", "heads"),
+    ({"model": "gpt", "kv-heads": "3"}, "kv_heads_divide", "kv_heads"),
     # The divisors nearest to 1000 are 1026 and 513, but a model has at most 1024 heads.
     ({"model": "gpt", "hidden": "1026", "heads": "1000"}, "heads_divide", "heads"),
     ({"model": "cnn", "dataset": "text"}, "dataset_of_model", "dataset"),
@@ -294,6 +295,7 @@ def test_every_rule_that_a_spec_can_break_is_among_the_cases():
     elsewhere = {"not_json", "no_file", "no_gpu", "more_ranks_than_gpus", "cannot_run_here", "planned_only"}  # below
     elsewhere |= {"blocked_on_gpus", "no_compiler"}  # in test_schedule_file.py
     elsewhere |= {"slow_is_simulated"}  # in test_slow.py
+    elsewhere |= {"planned_model"}  # in test_presets.py
     elsewhere |= {"no_checkpoint", "resume_differs", "resume_parameters"}  # in test_checkpoint.py
     assert raised - elsewhere == {code for _, code, _ in CASES}
     assert raised <= RULES.keys()

@@ -43,6 +43,13 @@ ROWS = (
     ("machine",),
 )
 MORE = (
+    ("kv_heads", "head_dim"),
+    ("ffn", "vocabulary"),
+    ("activation", "positions"),
+    ("tied",),
+    ("flash",),
+    ("shared_experts", "dense_layers"),
+    ("dense_ffn",),
     ("optimizer", "clip"),
     ("precision",),
     ("recompute",),
@@ -252,7 +259,7 @@ def _show_lines(name: str, asked: Asked, job: Job, text: Catalogue) -> None:
 
 def _show_flag(name: str, asked: Asked, job: Job, text: Catalogue) -> None:
     key = _key(name)
-    st.session_state[key] = getattr(job.spec, name)
+    st.session_state[key] = bool(getattr(job.spec, name))
     st.toggle(text(f"setting.{name}"), key=key, help=help_of(text.language, name), on_change=act(_take, name))
 
 

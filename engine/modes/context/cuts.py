@@ -16,14 +16,16 @@ whole is skipped, and stays as a piece without work.
 import dataclasses
 from collections.abc import Callable
 
+from engine.cost.kernels import of_part
+from engine.decoder import attention_of
 from engine.job import Job
 from engine.modes.context.deal import area, area_of_all
 from engine.modes.tensor.cuts import Cut
+from engine.modes.tensor.pieces import decoder
 from engine.modes.tensor.shards import piece
 from engine.plan import Op
-from engine.shapes import FP32, Layer
+from engine.shapes import Layer
 
-KEPT = {"ring": 3, "all_gather": 1, "ulysses": 0}  # of q, k and v, those that are kept as they were made
 Hop = Callable[[str, Layer], Op]  # (payload, the piece that it is for) -> the message
 
 
@@ -35,7 +37,8 @@ def own_tokens(job: Job) -> Job:
 
     def own(layer: Layer) -> Layer:
         output = (layer.output[0] // ranks, *layer.output[1:])
-        return dataclasses.replace(layer, flops=layer.flops // ranks, output=output, saved=layer.saved // ranks)
+        share = {"flops": layer.flops // ranks, "saved": layer.saved // ranks}
+        return dataclasses.replace(layer, output=output, kernels=of_part(layer.kernels, ranks), **share)
 
     return dataclasses.replace(job, layers=tuple(map(own, job.layers)), sample_bytes=job.sample_bytes // ranks)
 
@@ -67,38 +70,51 @@ def parts(job: Job, kind: str, name: str, rank: int) -> tuple[str, ...]:
     return tuple(item.name for item in cut if isinstance(item, Layer))
 
 
-def _width(job: Job) -> int:
-    """Of the queries of a token, as of its keys and values: of all heads that a rank has."""
-    return job.spec.hidden // job.degree("tp")
+def widths(job: Job) -> tuple[int, int]:
+    """Of a token's queries, and of its keys and values: of all heads that a rank has."""
+    sizes, ranks = decoder(job), job.degree("tp")
+    return sizes.queries(ranks), sizes.qkv(ranks) - sizes.queries(ranks)
+
+
+def kept(job: Job) -> int:
+    """Of a token's queries, keys and values, the numbers that are kept as they were made."""
+    q, kv = widths(job)
+    return {"ring": q + kv, "all_gather": q, "ulysses": 0}[job.spec.attention]
 
 
 def _around(job: Job, layer: Layer) -> tuple[Layer, Layer]:
     """A block before its attention and after it. What attention keeps is counted where it is made: before, of q, k, v
     what is not exchanged first; after, its output and the log-sum-exp of each head."""
-    c, h, kind = job.tokens, job.spec.hidden, job.spec.attention
-    kept = KEPT[kind]
-    rest = layer.saved - FP32 * c * 5 * h  # but the first norm's input and output, q, k and v
-    copy = FP32 * c * h if kind == "ulysses" else 0  # attention's output by heads, beside that by tokens
+    c, h, sizes, (q, kv) = job.tokens, job.spec.hidden, decoder(job), widths(job)
+    rest = layer.saved - layer.item * c * (2 * h + q + kv)  # but the first norm's input and output, q, k and v
+    copy = layer.item * c * q if job.spec.attention == "ulysses" else 0  # attention's output by heads, beside by tokens
+    first, last = sizes.around_attention()
     before = piece(
         layer, "qkv", "norm1", "qkv",
-        flops=2 * c * 3 * h * h, saved=FP32 * c * h * (2 + kept), output=(c, 3 * h),
+        flops=2 * c * h * (q + kv), saved=layer.item * c * (2 * h + kept(job)), output=(c, q + kv),
+        kernels=(*sizes.norm_kernels(), *first),
     )  # fmt: skip
     after = piece(
-        layer, "mlp", "proj", "norm2", "up", "down",
-        flops=2 * c * 9 * h * h, saved=rest + copy, output=(c, h),
+        layer, "mlp", "proj", "norm2", "gate", "up", "down",
+        flops=2 * c * h * q + sizes.mlp_flops(), saved=rest + copy, output=(c, h),
+        kernels=(
+            *last, *sizes.sum_kernels(), *sizes.norm_kernels(), *sizes.mlp_kernels(), *sizes.sum_kernels(),
+        ),
     )  # fmt: skip
     return before, after
 
 
 def _attention(job: Job, layer: Layer, name: str, pairs: int, *, saved: int = 0) -> Layer:
     """Scores and weighted sum for so many pairs of a query and a key; reads q, k and v, and writes as much as q."""
-    h = _width(job)
-    return piece(layer, name, flops=2 * 2 * pairs * h, saved=saved, output=(job.tokens if pairs else 0, 4 * h))
+    q, kv = widths(job)
+    work = (attention_of(decoder(job), job.tokens, pairs, job.degree("tp")),) if pairs else ()
+    output = (job.tokens if pairs else 0, 2 * q + kv)
+    return piece(layer, name, flops=2 * 2 * pairs * q, saved=saved, output=output, kernels=work)
 
 
 def _kv_bytes(job: Job) -> int:
     """Keys and values of a rank's own tokens."""
-    return FP32 * 2 * job.tokens * _width(job)
+    return job.item * job.tokens * widths(job)[1]
 
 
 # --- ring -----------------------------------------------------------------------------------------------------------
@@ -124,7 +140,8 @@ def _ring_forward(job: Job, layer: Layer, rank: int) -> Cut:
 def _ring_backward(job: Job, layer: Layer, rank: int) -> Cut:
     """A sum is of a turn's gradients of keys and values and of those that came from the rank before."""
     turns, send, recv = _turns(job, layer, rank), *_hops(job, rank)
-    added = {"flops": _kv_bytes(job) // FP32 // 2, "output": (job.tokens, 2 * _width(job))}
+    width = widths(job)[1]
+    added = {"flops": job.tokens * width // 2, "output": (job.tokens, width)}
     sums = [piece(layer, f"sum{t}", **added) for t in range(len(turns))]
     wanting = [*sums[1:], piece(layer, "qkv", output=())]  # the piece that waits for what is sent on after each turn
     cut: Cut = [send("activation", turns[1])]
@@ -168,27 +185,28 @@ def _gather_backward(job: Job, layer: Layer, rank: int) -> Cut:
     return [attention, _collective("reduce_scatter", "gradient", attention, whole)]
 
 
-def _by_heads(job: Job, layer: Layer) -> tuple[Layer, int]:
-    """All of the context, for the heads of one rank; and the bytes of its output."""
-    output = _kv_bytes(job) // 2
-    return _attention(job, layer, "attention", job.spec.context**2 // job.degree("cp"), saved=3 * output), output
+def _by_heads(job: Job, layer: Layer) -> tuple[Layer, int, int]:
+    """All of the context, for the heads of one rank; and the bytes of its output, and of its inputs."""
+    q, kv = widths(job)
+    output, inputs = (job.item * job.tokens * width for width in (q, q + kv))
+    return _attention(job, layer, "attention", job.spec.context**2 // job.degree("cp"), saved=inputs), output, inputs
 
 
 def _ulysses_forward(job: Job, layer: Layer, rank: int) -> Cut:
-    attention, output = _by_heads(job, layer)
+    attention, output, inputs = _by_heads(job, layer)
     return [
-        _collective("all_to_all", "activation", attention, 3 * output),
+        _collective("all_to_all", "activation", attention, inputs),
         attention,
         _collective("all_to_all", "activation", attention, output),
     ]
 
 
 def _ulysses_backward(job: Job, layer: Layer, rank: int) -> Cut:
-    attention, output = _by_heads(job, layer)
+    attention, output, inputs = _by_heads(job, layer)
     return [
         _collective("all_to_all", "gradient", attention, output),
         attention,
-        _collective("all_to_all", "gradient", attention, 3 * output),
+        _collective("all_to_all", "gradient", attention, inputs),
     ]
 
 

@@ -11,13 +11,12 @@ from engine import chain
 from engine.job import Job
 from engine.modes.ddp.buckets import DEFAULT_BUCKET_MB, buckets
 from engine.modes.ddp.plan import all_reduces, bucket_order
+from engine.modes.expert.pieces import INT64, pieces
 from engine.modes.expert.shares import held, replicated
 from engine.modes.tensor.shards import piece
 from engine.plan import Mesh, Op, Plan, Program
-from engine.shapes import FP32, Layer, norm_saved, num_experts
+from engine.shapes import Layer, num_experts
 
-INT64 = 8  # bytes
-ATTENTION = ("norm1", "qkv", "proj", "norm2", "router")
 EXPERTS = ".experts"
 Cut = list[Layer | Op]  # pieces of a layer, for one sample, and the collectives between them, for all of a rank's
 
@@ -96,7 +95,7 @@ def forward(job: Job, layer: Layer, arrived: int) -> Cut:
     """A block to whose experts here `arrived` copies of tokens come. One rank has nothing to exchange."""
     if job.degree("ep") == 1 or not num_experts(layer):
         return [layer]
-    attention, experts, combine = _pieces(job, layer, arrived)
+    attention, experts, combine = pieces(job, layer, arrived)
     counts = _all_to_all(layer, "counts", "control", INT64 * job.spec.experts)
     dispatch = piece(layer, "dispatch", output=(job.spec.context, job.spec.top_k * job.spec.hidden))
     there = _all_to_all(layer, "dispatch", "tokens", _bytes(job, _copies(job)))
@@ -108,7 +107,7 @@ def backward(job: Job, layer: Layer, arrived: int) -> Cut:
     """The other way round; who sends how many is known by then."""
     if job.degree("ep") == 1 or not num_experts(layer):
         return [layer]
-    attention, experts, combine = _pieces(job, layer, arrived)
+    attention, experts, combine = pieces(job, layer, arrived)
     there = _all_to_all(layer, "combine", "gradient", _bytes(job, _copies(job)))
     back = _all_to_all(layer, "dispatch", "gradient", _bytes(job, arrived))
     return [combine, there, experts, back, attention]
@@ -119,25 +118,4 @@ def _all_to_all(layer: Layer, part: str, payload: str, size: int) -> Op:
 
 
 def _bytes(job: Job, copies: int) -> int:
-    return FP32 * copies * job.spec.hidden
-
-
-def _pieces(job: Job, layer: Layer, arrived: int) -> tuple[Layer, Layer, Layer]:
-    """Up to the copies on their way, the experts, and from the copies that are back. Indices are int64: which experts,
-    and three orders. Of each copy an expert keeps the input, up's output and GELU's."""
-    (c, h), heads, num, k = layer.output, job.spec.heads, job.spec.experts, job.spec.top_k
-    attention = piece(
-        layer, "attention", *ATTENTION,
-        flops=2 * c * 4 * h * h + 2 * 2 * c * c * h + 2 * c * h * num,
-        saved=FP32 * c * (2 * norm_saved(h) + 5 * h + heads + num) + INT64 * c * 2 * k,
-        output=(c, h),
-    )  # fmt: skip
-    of_sample = arrived / job.local_batch
-    experts = piece(
-        layer, "experts", "experts",
-        flops=round(of_sample * 2 * 8 * h * h),
-        saved=round(of_sample * (FP32 * 9 * h + INT64 * 2)),
-        output=(round(of_sample), h),
-    )  # fmt: skip
-    combine = piece(layer, "combine", saved=FP32 * c * (k * (1 + h) + h) + INT64 * c * k, output=(c, h))
-    return attention, experts, combine
+    return job.item * copies * job.spec.hidden

@@ -15,6 +15,7 @@ from engine.modes.context.deal import span
 from engine.modes.sequence import plan as sequence
 from engine.modes.tensor import plan as tensor
 from engine.modes.tensor.cuts import Cut, Way, names_in, units
+from engine.modes.tensor.pieces import decoder
 from engine.modes.tensor.shards import held, piece
 from engine.plan import Op
 from engine.shapes import FP32, Layer
@@ -91,16 +92,19 @@ def _between(way: Way, place: int, *, back: bool) -> Way:
 def _around(job: Job, layer: Layer, pair: Layer) -> tuple[Layer, Layer]:
     """A pair of matrices, before attention and after it. Of what attention keeps, that is counted where it is made:
     before, of q, k and v what is not exchanged first; after, its output and the log-sum-exp of each head."""
-    (c, h), ranks, kind = layer.output, job.degree("tp"), job.spec.attention
-    of_all = layer.item * c * h // ranks  # the queries of all tokens here
+    (c, h), ranks, sizes, (q, kv) = layer.output, job.degree("tp"), decoder(job), context.widths(job)
+    of_all = layer.item * c * q  # the queries of all tokens here
     ends = of_all + FP32 * c * job.spec.heads // ranks
-    copy = of_all if kind == "ulysses" else 0  # attention's output by heads, beside that by tokens
+    copy = of_all if job.spec.attention == "ulysses" else 0  # attention's output by heads, beside that by tokens
+    first, last = sizes.around_attention(ranks)
     norm = [name for name in ("norm1",) if any(key.startswith(name) for key, _ in pair.params)]
     before = piece(
         layer, "qkv", *norm, "qkv",
-        flops=2 * c * 3 * h * h // ranks,
-        saved=pair.saved - ends - (3 - context.KEPT[kind]) * of_all,
-        output=(c, 3 * h // ranks),
+        flops=2 * c * h * (q + kv),
+        saved=pair.saved - ends - layer.item * c * (q + kv - context.kept(job)),
+        output=(c, q + kv),
+        kernels=(*(sizes.norm_kernels() if norm else ()), *first),
     )  # fmt: skip
-    after = piece(layer, "proj", "proj", flops=2 * c * h * h // ranks, saved=ends + copy, output=pair.output)
+    work = {"flops": 2 * c * h * q, "kernels": last}
+    after = piece(layer, "proj", "proj", saved=ends + copy, output=pair.output, **work)
     return before, after

@@ -16,11 +16,12 @@ from engine.modes.hybrid.cuts import tokens_of, units_of
 from engine.modes.hybrid.stages import in_stages
 from engine.modes.tensor.shards import held
 from engine.plan import AXES, Mesh, Op, Plan, Program
+from engine.presets import family
 
 
 def plan(job: Job, step: int) -> Plan:
     mesh, own = mesh_of(job), own_tokens(job)
-    if job.spec.model == "moe":
+    if family(job.spec.model) == "moe":
         return expert.on_mesh(job, mesh, step)
     programs: list[Program] = []
     roles: dict[tuple[int, int], list[int]] = {}  # (stage rank, place on cp) -> the program of each coordinate on fsdp

@@ -10,10 +10,11 @@ import math
 
 from engine.job import Job
 from engine.modes.tensor.cuts import Cut, collective
-from engine.modes.tensor.plan import assemble, loss, names_of
+from engine.modes.tensor.pieces import decoder, loss, with_loss
+from engine.modes.tensor.plan import assemble, names_of
 from engine.modes.tensor.shards import norms_of, piece
 from engine.plan import Op, Plan
-from engine.shapes import FP32, Layer, norm_saved
+from engine.shapes import Layer, norm_saved
 
 
 def plan(job: Job, step: int) -> Plan:
@@ -35,11 +36,11 @@ def norm_gradients(layer: Layer) -> tuple[Op, ...]:
 def forward(job: Job, layer: Layer) -> Cut:
     shard = _tokens(job)
     if layer.name == "embed":
-        tokens = piece(layer, "tokens", "token", output=layer.output)
+        tokens = piece(layer, "tokens", "token", output=layer.output, kernels=layer.kernels)
         scatter = collective("reduce_scatter", "embed.tokens", layer.output_bytes)
         return [tokens, scatter, piece(layer, "sum", "position", saved=job.item * math.prod(shard), output=shard)]
     if layer.name == "head":
-        norm = piece(layer, "norm", "norm", saved=_norm(job), output=shard)
+        norm = piece(layer, "norm", "norm", saved=_norm(job), output=shard, kernels=decoder(job).norm_kernels(shard[0]))
         gather = collective("all_gather", "head.logits", job.item * math.prod(shard))
         return [norm, gather, *loss(job, layer, job.item * job.tokens * job.spec.hidden)]
     return _in_turn(_pieces(job, layer), "all_gather", "reduce_scatter")
@@ -51,12 +52,13 @@ def backward(job: Job, layer: Layer) -> Cut:
         size = job.item * math.prod(shard)
         position = dataclasses.replace(collective("all_gather", "embed.position", size), payload="gradient")
         pieces = [piece(layer, name, output=shard) for name in ("sum", "position")]
-        tokens = piece(layer, "tokens", "token", output=layer.output)
+        tokens = piece(layer, "tokens", "token", output=layer.output, kernels=layer.kernels)
         return [pieces[0], position, pieces[1], collective("all_gather", "embed.tokens", size), tokens]
     if layer.name == "head":
         logits, *_ = loss(job, layer, 0)
         scatter = collective("reduce_scatter", "head.logits", job.layers[-2].output_bytes)
-        return [logits, scatter, piece(layer, "norm", "norm", output=shard)]
+        norm = piece(layer, "norm", "norm", output=shard, kernels=decoder(job).norm_kernels(shard[0]))
+        return [with_loss(job, logits), scatter, norm]
     return _in_turn(_pieces(job, layer)[::-1], "all_gather", "reduce_scatter")
 
 
@@ -88,25 +90,29 @@ def _in_turn(pieces: list[Layer], before: str, after: str) -> Cut:
 
 def _pieces(job: Job, layer: Layer) -> list[Layer]:
     """A block, cut wherever its tokens are gathered or scattered. DTensor keeps the gathered input of each pair."""
-    (c, h), heads, ranks, tokens = layer.output, job.spec.heads, job.degree("tp"), _tokens(job)
-    part = layer.item * tokens[0] * h
+    (c, h), ranks, tokens, sizes = layer.output, job.degree("tp"), _tokens(job), decoder(job)
+    part, whole = layer.item * tokens[0] * h, layer.item * c * h
+    norm, total = sizes.norm_kernels(tokens[0]), sizes.sum_kernels(tokens[0])
+    kept, made = sizes.attention_saved(ranks), sizes.mlp_saved(ranks)
     return [
-        piece(layer, "norm1", "norm1", saved=_norm(job), output=tokens),
+        piece(layer, "norm1", "norm1", saved=_norm(job), output=tokens, kernels=norm),
         piece(
             layer, "attention", "qkv", "proj",
-            flops=(2 * c * 4 * h * h + 2 * 2 * c * c * h) // ranks,
-            saved=layer.item * c * (h + 4 * h // ranks) + FP32 * c * heads // ranks,
+            flops=sizes.attention_flops(ranks),
+            saved=whole + kept,
             output=layer.output,
-            products=layer.item * c * (4 * h // ranks + h) + part + FP32 * c * heads // ranks,
+            products=whole + part + kept,
+            kernels=sizes.attention_kernels(ranks),
         ),
-        piece(layer, "norm2", "norm2", saved=part + _norm(job), output=tokens),
+        piece(layer, "norm2", "norm2", saved=part + _norm(job), output=tokens, kernels=total + norm),
         piece(
-            layer, "mlp", "up", "down",
-            flops=2 * c * 8 * h * h // ranks,
-            saved=layer.item * c * (h + 8 * h // ranks),
+            layer, "mlp", "gate", "up", "down",
+            flops=sizes.mlp_flops(ranks),
+            saved=whole + made,
             output=layer.output,
-            products=layer.item * c * (4 * h // ranks + h) + part,
-            last_flops=2 * c * 4 * h * h // ranks,
+            products=whole + part + sizes.mlp_products(ranks),
+            last_flops=2 * c * h * sizes.ffn // ranks,
+            kernels=sizes.mlp_kernels(ranks),
         ),
-        piece(layer, "sum", saved=part, output=tokens, products=part),
+        piece(layer, "sum", saved=part, output=tokens, products=part, kernels=total),
     ]  # fmt: skip

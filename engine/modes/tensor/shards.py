@@ -7,11 +7,14 @@ each rank embeds the tokens that it has, and computes their logits.
 
 import dataclasses
 from collections.abc import Container
+from typing import Any
 
 from engine.job import Job
+from engine.presets import family
 from engine.shapes import Layer
 
-BLOCK = {"qkv": "column", "proj": "row", "up": "column", "down": "row"}
+BLOCK = {"qkv": "column", "proj": "row", "gate": "column", "up": "column", "down": "row"}
+ATTENTION, MLP = ("norm1", "qkv", "proj"), ("norm2", "gate", "up", "down")  # modules of a block's two parts
 CUT = {("vocabulary", "weight"): 0, ("column", "weight"): 0, ("column", "bias"): 0, ("row", "weight"): 1}  # the dim
 
 
@@ -19,9 +22,10 @@ def styles(job: Job) -> dict[str, str]:
     """Module name -> column, row, or vocabulary (rows of an embedding); what is not named is whole on every rank."""
     if job.degree("tp") == 1:
         return {}
-    if job.spec.model == "gpt":
+    if family(job.spec.model) == "gpt":
         blocks = [layer.name for layer in job.layers[1:-1]]
-        cut = {f"{block}.{name}": style for block in blocks for name, style in BLOCK.items()}
+        inside = {name.split(".")[0] for name, _ in job.layers[1].params}
+        cut = {f"{block}.{name}": style for block in blocks for name, style in BLOCK.items() if name in inside}
         return {"embed.token": "vocabulary", **cut, "head.linear": "column"}
     linear = [layer.name for layer in job.layers if len(layer.params[0][1]) == 2]
     pairs = zip(linear[::2], linear[1::2], strict=False)  # an odd one at the end stays whole
@@ -55,9 +59,9 @@ def held(job: Job) -> tuple[Layer, ...]:
 
 
 def piece(
-    layer: Layer, name: str, *modules: str, output: tuple[int, ...], flops: int = 0, saved: int = 0, **again: int
+    layer: Layer, name: str, *modules: str, output: tuple[int, ...], flops: int = 0, saved: int = 0, **more: Any
 ) -> Layer:
-    """A part of a layer between two collectives, with the parameters of some of its modules. `again`: `products` and
-    `last_flops`, where it can be computed again."""
+    """A part of a layer between two collectives, with the parameters of some of its modules. `more`: its `kernels`, and
+    `products` and `last_flops` where it can be computed again."""
     params = tuple((key, shape) for key, shape in layer.params if key.split(".")[0] in modules)
-    return Layer(f"{layer.name}.{name}", params, flops, output, saved, layer.item, **again)
+    return Layer(f"{layer.name}.{name}", params, flops, output, saved, layer.item, **more)

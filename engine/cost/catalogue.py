@@ -1,0 +1,160 @@
+"""Devices, links and nodes -> the machines that a person can choose. Every figure has its source beside it.
+
+Peaks are dense, without sparsity, of NVIDIA's data sheets. What a large matmul reaches of them was measured by
+S. Bekman (Machine Learning Engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS"), in bf16 or fp16.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+
+from engine.cost.hardware import EVERYBODY, Link, Machine
+
+TERA, GIGA, GIBI = 1e12, 1e9, 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """A GPU: dense peaks in TFLOP/s by precision (None: it has no units for it), memory, and multiprocessors."""
+
+    fp32: float  # TF32 where it has tensor cores for it
+    fp16: float
+    bf16: float | None
+    fp8: float | None
+    reached: float  # of its peak, by a large matmul
+    memory: int  # bytes
+    memory_rate: float  # bytes a second, of the data sheet
+    sms: int
+
+
+# Of the data sheet's memory rate, what a copy of a large array reaches: 1.75 of 2.04 TB/s on an A100, 3.0 of 3.35 on an
+# H100 (BabelStream: Deakin et al. 2018, doi 10.1504/IJCSE.2018.095847, and its published results).
+MEMORY_REACHED = 0.88
+# Seconds from one kernel to the next on a stream that is kept full (Gysi et al. 2019; NVIDIA, "Understanding the
+# visualization of overhead and latency in Nsight Systems", 2020: launches of 2 to 5 us).
+LAUNCH = 3e-6
+PCIE4 = 25e9  # bytes a second from a host; PCIe 4.0 x16 is 32 GB/s, of which copies from pinned memory reach about 25
+
+DEVICES = {
+    # Tesla V100 SXM2/SXM3 data sheet: 15.7 / 125 TFLOP/s, 0.9 TB/s, 80 SMs; no bf16. Megatron-LM's README of 2020 shows
+    # 77 TFLOP/s for whole steps; large matmuls reach 80 to 88 % (Jia et al. 2018, arXiv:1804.06826).
+    "v100": Device(
+        fp32=15.7, fp16=125, bf16=None, fp8=None, reached=0.80, memory=32 * GIBI, memory_rate=0.9 * TERA, sms=80
+    ),
+    # A100 SXM data sheet: 156 TF32, 312 bf16; 1.555 TB/s (40 GB) or 2.039 TB/s (80 GB); 108 SMs. Measured 267.9.
+    "a100_40": Device(
+        fp32=156, fp16=312, bf16=312, fp8=None, reached=0.859, memory=40 * GIBI, memory_rate=1.555 * TERA, sms=108
+    ),
+    "a100": Device(
+        fp32=156, fp16=312, bf16=312, fp8=None, reached=0.859, memory=80 * GIBI, memory_rate=2.039 * TERA, sms=108
+    ),
+    # H100 SXM data sheet: 494.7 TF32, 989.4 bf16, 1979 fp8; 3.35 TB/s; 132 SMs. Measured 794.5.
+    "h100": Device(
+        fp32=494.7, fp16=989.4, bf16=989.4, fp8=1979, reached=0.803, memory=80 * GIBI, memory_rate=3.35 * TERA, sms=132
+    ),
+    # H200 SXM data sheet: an H100's units, 141 GB at 4.8 TB/s.
+    "h200": Device(
+        fp32=494.7, fp16=989.4, bf16=989.4, fp8=1979, reached=0.803, memory=141 * 10**9, memory_rate=4.8 * TERA, sms=132
+    ),
+    # HGX B200 data sheet (a GPU): 1.1 PFLOP/s TF32, 2.25 bf16, 4.5 fp8; 180 GB at 7.7 TB/s; 148 SMs. Measured 1745.
+    "b200": Device(
+        fp32=1125, fp16=2250, bf16=2250, fp8=4500, reached=0.776, memory=180 * 10**9, memory_rate=7.7 * TERA, sms=148
+    ),
+    # GB200 NVL72 data sheet (a GPU): 1.25 PFLOP/s TF32, 2.5 bf16, 5 fp8; 186 GB at 8 TB/s; 152 SMs. Measured 1822.
+    "gb200": Device(
+        fp32=1250, fp16=2500, bf16=2500, fp8=5000, reached=0.729, memory=186 * 10**9, memory_rate=8 * TERA, sms=152
+    ),
+    # Ada GPU architecture white paper, GeForce RTX 4090: 82.6 TF32 and 165.2 bf16 with fp32 sums, 330 fp8; 1.008 TB/s;
+    # 128 SMs. What a matmul reaches is assumed: cards boost above the clock that the peak is given for.
+    "rtx4090": Device(
+        fp32=82.6, fp16=165.2, bf16=165.2, fp8=330.3, reached=0.95, memory=24 * GIBI, memory_rate=1.008 * TERA, sms=128
+    ),
+}
+
+# Bytes a second of a device in one direction. NVLink: links times what NCCL counts for one (graph/topo.h: 20 GB/s on
+# SM70 and SM80, 20.6 on SM90, 40.1 on SM100), of 25, 25, 25 and 50 of the data sheets. Networks: 95 % of the line rate,
+# which is what packet headers and NCCL's protocol leave (NVIDIA nccl-tests on DGX: 185 to 195 GB/s of 8 x 200 Gb/s).
+# Seconds to the first byte: NCCL's constants for its LL128 protocol (graph/tuning.cc: ring 1.9 us over NVLink, 2.5 us
+# over PCIe, 4.0 us over a network).
+NVLINK2 = Link(1.9e-6, 6 * 20e9)
+NVLINK3 = Link(1.9e-6, 12 * 20e9)
+NVLINK4 = Link(1.9e-6, 18 * 20.6e9)
+NVLINK5 = Link(1.9e-6, 18 * 40.1e9)
+PCIE = Link(2.5e-6, 22e9)
+NETWORK_REACHED, NETWORK_LATENCY = 0.95, 4.0e-6
+
+
+def network(gigabits: float) -> Link:
+    """A network card of so many Gb/s for each GPU."""
+    return Link(NETWORK_LATENCY, NETWORK_REACHED * gigabits * GIGA / 8)
+
+
+EDR_HALF, HDR, NDR = network(50), network(200), network(400)
+
+
+def cluster(name: str, device: str, inside: Link, node_size: int, *outer: tuple[int, Link]) -> Machine:
+    """Nodes of so many GPUs, joined by `outer`. The rate in fp32 is that in fp16 by the ratio of their peaks."""
+    gpu = DEVICES[device]
+    gains = {f"{precision}_gain": (getattr(gpu, precision) or gpu.fp32) / gpu.fp32 for precision in ("fp16", "bf16")}
+    return Machine(
+        name=name,
+        flop_rate=gpu.reached * gpu.fp32 * TERA,
+        peak_flop_rate=gpu.fp32 * TERA,
+        memory_rate=MEMORY_REACHED * gpu.memory_rate,
+        op_overhead=LAUNCH,
+        link_latency=inside.latency,
+        link_rate=inside.rate,
+        memory_size=gpu.memory,
+        node_size=node_size,
+        outer=outer,
+        sms=gpu.sms,
+        trees=True,
+        load_rate=PCIE4,
+        fp8_gain=gpu.fp8 / gpu.fp32 if gpu.fp8 else gains["bf16_gain"],
+        **gains,
+    )
+
+
+def _catalogue() -> dict[str, Machine]:
+    unit = Machine(
+        name="unit",
+        flop_rate=math.inf,
+        memory_rate=math.inf,
+        op_overhead=0.0,
+        link_latency=0.0,
+        link_rate=math.inf,
+        unit=True,
+    )
+    # As pictures of schedules are often drawn: a slot for each pass, forward or backward.
+    slots = replace(unit, name="slots", unit_backward=1.0)
+    # A core of a small cloud machine, and gloo over loopback, as bench/local_rates.py measured them.
+    local = Machine(
+        name="local",
+        flop_rate=19e9,  # the mean of the three models' whole layers
+        memory_rate=14e9,
+        op_overhead=60e-6,
+        link_latency=2e-3,
+        link_rate=2.2e9,
+        cores=os.cpu_count() or 1,
+    )
+    clusters = (
+        # DGX-2: 16 GPUs on NVSwitch, 8 cards of 100 Gb/s (EDR) for them (NVIDIA DGX-2 user guide).
+        cluster("v100", "v100", NVLINK2, 16, (EVERYBODY, EDR_HALF)),
+        # DGX A100: 8 GPUs on NVSwitch, 8 compute cards of 200 Gb/s (HDR); the 320 GB system has 40 GB a GPU.
+        cluster("a100", "a100", NVLINK3, 8, (EVERYBODY, HDR)),
+        cluster("a100_40", "a100_40", NVLINK3, 8, (EVERYBODY, HDR)),
+        # DGX H100 and H200, DGX B200: 8 GPUs on NVSwitch, 8 ports of 400 Gb/s (NDR).
+        cluster("h100", "h100", NVLINK4, 8, (EVERYBODY, NDR)),
+        cluster("h200", "h200", NVLINK4, 8, (EVERYBODY, NDR)),
+        cluster("b200", "b200", NVLINK5, 8, (EVERYBODY, NDR)),
+        # GB200 NVL72: 72 GPUs in one NVLink domain, a port of 400 Gb/s (NDR) for each.
+        cluster("gb200", "gb200", NVLINK5, 72, (EVERYBODY, NDR)),
+        # A workstation: 8 cards on PCIe 4.0, and 100 Gb/s Ethernet for all of them.
+        cluster("rtx4090", "rtx4090", PCIE, 8, (EVERYBODY, network(100 / 8))),
+    )
+    return {m.name: m for m in (local, *clusters, unit, slots)}
+
+
+MACHINES = _catalogue()

@@ -1,0 +1,101 @@
+"""What a machine is: rates of a device, what a kernel costs beside them, and links, from the innermost group outwards.
+
+Rates are those that good code reaches, since nothing ever runs at the peak of a data sheet; the peak is kept beside
+them, for the fraction of it that is used. An impossible machine (no bandwidth, a negative latency) is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, fields, replace
+
+from engine.rules import SpecError
+
+EVERYBODY = 0  # ranks of a tier that reaches all of them
+GAINS = {"bf16": "bf16_gain", "fp16": "fp16_gain", "fp8": "fp8_gain"}  # precision -> how much faster than fp32
+
+
+def _checked(thing: object, positive: tuple[str, ...], nonnegative: tuple[str, ...]) -> None:
+    """SpecError with the rule that a number of a machine breaks."""
+    for name in positive:
+        value = getattr(thing, name)
+        if value is not None and not value > 0:
+            raise SpecError("impossible_machine", name, value, wanted="greater than 0")
+    for name in nonnegative:
+        value = getattr(thing, name)
+        if not 0 <= value < math.inf:
+            raise SpecError("impossible_machine", name, value, wanted="0 or more, and finite")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Seconds that the first byte takes, and bytes a second of one device in one direction."""
+
+    latency: float
+    rate: float
+
+    def __post_init__(self) -> None:
+        _checked(self, ("rate",), ("latency",))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Rates are per second, sizes in bytes, times in seconds.
+
+    `flop_rate` is what a large matmul in fp32 (TF32 where a device has it) achieves, not the peak; in another precision
+    it is `bf16_gain`, `fp16_gain` or `fp8_gain` times that. `op_overhead` is what every op costs beside its work, or on
+    a GPU (`sms` > 0) every kernel of it. `cores`: where ranks are processes that share cores, how many there are; 0
+    where every rank has a device of its own. `together`: how fast a core is while all are busy, beside one that is
+    alone. `unit`: forget the rates: a stage's forward takes 1 s, its backward `unit_backward`, everything else nothing.
+
+    `link_latency` and `link_rate` are of the link between neighbours: inside of a group of `node_size` ranks, or
+    between all where that is 0. `outer`: further tiers, each with the number of ranks that it reaches; the last one
+    reaches all.
+    """
+
+    name: str
+    flop_rate: float
+    memory_rate: float
+    op_overhead: float
+    link_latency: float
+    link_rate: float
+    bf16_gain: float = 1.0
+    fp16_gain: float = 1.0
+    fp8_gain: float = 1.0
+    cores: int = 0
+    together: float = 1.0
+    unit: bool = False
+    unit_backward: float = 2.0
+    memory_size: int | None = None
+    node_size: int = EVERYBODY
+    outer: tuple[tuple[int, Link], ...] = ()
+    peak_flop_rate: float | None = None  # of the data sheet, in the precision in which `flop_rate` is
+    sms: int = 0  # multiprocessors, over which the tiles of a matmul are dealt out; 0: not a GPU
+    trees: bool = False  # whether a collective may go along a tree, as in NCCL, where that is faster than a ring
+    load_rate: float = math.inf  # bytes a second at which a device gets its samples from its host
+
+    @property
+    def tiers(self) -> tuple[tuple[int, Link], ...]:
+        """(ranks that it reaches, link), innermost first; the last reaches everybody."""
+        return ((self.node_size, Link(self.link_latency, self.link_rate)), *self.outer)
+
+    def at(self, precision: str | None) -> Machine:
+        """The same machine, computing in this precision."""
+        gain = getattr(self, GAINS[precision]) if precision in GAINS else 1.0
+        peak = None if self.peak_flop_rate is None else self.peak_flop_rate * gain
+        return self if gain == 1.0 else replace(self, flop_rate=self.flop_rate * gain, peak_flop_rate=peak)
+
+    def threads(self, ranks: int) -> int:
+        """Cores that each of `ranks` ranks computes on when they are shared out; 1 where there are not enough."""
+        return max(1, self.cores // ranks)
+
+    def __post_init__(self) -> None:
+        gains = tuple(f.name for f in fields(self) if f.name.endswith("_gain"))
+        rates = ("flop_rate", "memory_rate", "link_rate", "load_rate", "peak_flop_rate", "unit_backward", "together")
+        rates = (*rates, "memory_size")
+        _checked(self, (*gains, *rates), ("op_overhead", "link_latency", "cores", "node_size", "sms"))
+        reach = [ranks for ranks, _ in self.tiers]
+        if reach[-1] != EVERYBODY or any(a >= b for a, b in itertools.pairwise([EVERYBODY, *reach[:-1]])):
+            wanted = "tiers that reach more and more ranks, the last of them (0) all"
+            raise SpecError("impossible_machine", "tiers", reach, wanted=wanted)

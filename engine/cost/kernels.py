@@ -1,0 +1,116 @@
+"""What a layer computes -> the kernels of its passes: matmuls by shape, attention, and what only moves bytes.
+
+The backward pass of a product Y[m, n] = X[m, k] W[k, n] is two products of the same size: the input's gradient
+dX[m, k] = dY[m, n] W^T and the weight's gradient dW[k, n] = X^T dY (m is summed). Zero-bubble schedules run them as two
+ops (Qi et al. 2024, arXiv:2401.10241, section 2).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+MATMUL, ATTENTION, ATTENTION_BACKWARD, MEMORY = "matmul", "attention", "attention_backward", "memory"
+
+
+class Kernel(NamedTuple):
+    """`matmul`: `batch` products of [m, k] and [k, n]; where `weight`, the second one is a parameter, and samples add
+    to m, else to the batch. `attention`: `batch` heads of m queries and n keys of k numbers, without writing the scores
+    (Dao et al. 2022, arXiv:2205.14135); `half`: only keys that are not later than the query. `memory`: `bytes` read and
+    written, `backward` in the backward pass. `item`: bytes of a number."""
+
+    kind: str
+    m: int = 0
+    n: int = 0
+    k: int = 0
+    batch: float = 1
+    item: int = 2
+    weight: bool = True
+    half: bool = False
+    of_weight: bool = False  # makes a weight's gradient
+    bytes: float = 0
+    backward: float = 0
+
+    @property
+    def flops(self) -> float:
+        """A multiply-add is two. Attention is two products, backward five: it makes the scores again (Dao 2023)."""
+        products = {MATMUL: 1.0, ATTENTION: 2.0, ATTENTION_BACKWARD: 5.0}.get(self.kind, 0.0)
+        return products * 2 * self.batch * self.m * self.n * self.k / (2 if self.half else 1)
+
+
+Kernels = tuple[Kernel, ...]
+
+
+def matmul(m: int, n: int, k: int, item: int) -> Kernel:
+    """A product with a parameter, of one sample."""
+    return Kernel(MATMUL, m, n, k, item=item)
+
+
+def memory(forward: float, backward: float) -> Kernel:
+    """Bytes that a pass reads and writes, of one sample."""
+    return Kernel(MEMORY, bytes=forward, backward=backward)
+
+
+def _times(kernel: Kernel, samples: int) -> Kernel:
+    if kernel.kind == MEMORY:
+        return kernel._replace(bytes=kernel.bytes * samples, backward=kernel.backward * samples)
+    if kernel.kind == MATMUL and kernel.weight:
+        return kernel._replace(m=kernel.m * samples)
+    return kernel._replace(batch=kernel.batch * samples)
+
+
+def of_part(kernels: Kernels, parts: int) -> Kernels:
+    """Of a layer that does as much for each token: those of one of so many equal parts of a sample."""
+    return tuple(
+        kernel._replace(m=kernel.m // parts, bytes=kernel.bytes / parts, backward=kernel.backward / parts)
+        for kernel in kernels
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def forward(kernels: Kernels, samples: int) -> Kernels:
+    return tuple(_times(kernel, samples) for kernel in kernels)
+
+
+@functools.lru_cache(maxsize=4096)
+def recomputed(kernels: Kernels, samples: int, *, selective: bool, whole: bool) -> Kernels:
+    """What is done again before backward: all, or all up to the last product, whose result it does not need; or,
+    selectively, no products with parameters, but attention where its scores were not kept (Korthikanti et al. 2022,
+    arXiv:2205.05198, section 5)."""
+    again = forward(kernels, samples)
+    if selective:
+        return tuple(kernel for kernel in again if kernel.kind == MEMORY or not kernel.weight)
+    if whole:
+        return again
+    last = max((i for i, kernel in enumerate(again) if kernel.kind == MATMUL and kernel.weight), default=len(again))
+    return again[:last]
+
+
+@functools.lru_cache(maxsize=4096)
+def input_gradient(kernels: Kernels, samples: int) -> Kernels:
+    """What the layer before waits for."""
+    return tuple(made for kernel in reversed(forward(kernels, samples)) for made in _input_gradient(kernel))
+
+
+def _input_gradient(kernel: Kernel) -> Iterable[Kernel]:
+    if kernel.kind == MEMORY:
+        yield kernel._replace(bytes=kernel.backward)
+    elif kernel.kind == ATTENTION:
+        yield kernel._replace(kind=ATTENTION_BACKWARD)
+    else:
+        yield kernel._replace(n=kernel.k, k=kernel.n)
+        if not kernel.weight:  # both factors are activations
+            yield kernel._replace(m=kernel.n, n=kernel.k, k=kernel.m)
+
+
+@functools.lru_cache(maxsize=4096)
+def weight_gradient(kernels: Kernels, samples: int) -> Kernels:
+    """What nobody waits for but the optimizer."""
+    products = [kernel for kernel in reversed(forward(kernels, samples)) if kernel.kind == MATMUL and kernel.weight]
+    return tuple(kernel._replace(m=kernel.k, k=kernel.m, of_weight=True) for kernel in products)
+
+
+@functools.lru_cache(maxsize=4096)
+def backward(kernels: Kernels, samples: int) -> Kernels:
+    return input_gradient(kernels, samples) + weight_gradient(kernels, samples)

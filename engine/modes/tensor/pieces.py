@@ -1,0 +1,76 @@
+"""A layer of a rank of tensor parallelism -> its pieces between two collectives: what they compute, keep and run."""
+
+import dataclasses
+import math
+
+from engine.decoder import Decoder
+from engine.job import Job
+from engine.modes.tensor.cuts import Cut, collective
+from engine.modes.tensor.shards import ATTENTION, MLP, piece
+from engine.shapes import FP32, Layer, norm_saved
+
+
+def loss(job: Job, layer: Layer, normed: int) -> Cut:
+    """This rank's part of the logits, and the loss: for each token the largest logit of all ranks, the sum of
+    exponentials, and the target's log-probability, which one rank knows (torch's loss_parallel). `normed`: bytes kept
+    of the norm before them."""
+    context = layer.output[0]
+    cut: Cut = [logits_of(job, layer, normed)]
+    for before, after in (("logits", "largest"), ("largest", "total"), ("total", "loss")):
+        work = decoder(job).loss_kernels(layer.output[1], job.degree("tp")) if after == "total" else ()
+        cut.append(collective("all_reduce", f"head.{before}", FP32 * context))
+        cut.append(piece(layer, after, output=(context,), kernels=work))
+    return cut
+
+
+def with_loss(job: Job, logits: Layer) -> Layer:
+    """Logits on the way back, where the loss's gradient is made of what its pieces have left."""
+    sizes, ranks = decoder(job), job.degree("tp")
+    vocabulary = logits.output[1] * ranks
+    return dataclasses.replace(
+        logits, kernels=(*sizes.logits_kernels(vocabulary, ranks), *sizes.loss_kernels(vocabulary, ranks))
+    )
+
+
+def logits_of(job: Job, layer: Layer, normed: int) -> Layer:
+    (context, vocabulary), ranks, sizes = layer.output, job.degree("tp"), decoder(job)
+    flops, output = layer.flops // ranks, (context, vocabulary // ranks)
+    work = (*(sizes.norm_kernels() if normed else ()), *sizes.logits_kernels(vocabulary, ranks))
+    saved = normed + layer.item * math.prod(output)
+    return piece(layer, "logits", "linear", flops=flops, saved=saved, output=output, last_flops=flops, kernels=work)
+
+
+def dense(job: Job, layer: Layer, style: str) -> Layer:
+    """A linear layer of which this rank has some of the outputs (column) or of the inputs (row)."""
+    output = (layer.params[0][1][0],) if style == "column" else layer.output
+    return dataclasses.replace(
+        layer, flops=layer.flops // job.degree("tp"), saved=layer.item * math.prod(output), output=output
+    )
+
+
+def decoder(job: Job) -> Decoder:
+    return Decoder.of(job.spec, job.item, job.tokens)
+
+
+def halves(job: Job, layer: Layer) -> tuple[Layer, Layer]:
+    """A block's two groups of matrices, each with the norm before it: only what is inside a group is cut."""
+    (c, h), ranks, sizes = layer.output, job.degree("tp"), decoder(job)
+    kept, made = sizes.attention_saved(ranks), sizes.mlp_saved(ranks)
+    attention = piece(
+        layer, "attention", *ATTENTION,
+        flops=sizes.attention_flops(ranks),
+        saved=layer.item * c * norm_saved(h) + kept,
+        output=layer.output,
+        products=layer.item * c * 2 * h + kept,
+        kernels=(*sizes.norm_kernels(), *sizes.attention_kernels(ranks)),
+    )  # fmt: skip
+    mlp = piece(
+        layer, "mlp", *MLP,
+        flops=sizes.mlp_flops(ranks),
+        saved=layer.item * c * (norm_saved(h) + 2 * h) + made,  # also the sum before it and the one after
+        output=layer.output,
+        products=layer.item * c * 3 * h + sizes.mlp_products(ranks),  # of its own part and of all, and the sum after it
+        last_flops=2 * c * h * sizes.ffn // ranks,
+        kernels=(*sizes.sum_kernels(), *sizes.norm_kernels(), *sizes.mlp_kernels(ranks)),
+    )  # fmt: skip
+    return attention, mlp

@@ -1,0 +1,62 @@
+"""The catalogue's machines are possible, as fast as their data sheets allow, and impossible ones are refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from engine.cost.machine import EVERYBODY, MACHINES, Link, machine
+from engine.rules import SpecError
+
+GPUS = [name for name, found in MACHINES.items() if found.sms]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("link_rate", 0.0),
+        ("memory_rate", -1.0),
+        ("flop_rate", math.nan),
+        ("memory_size", 0),
+        ("link_latency", -1e-6),
+        ("op_overhead", math.inf),
+        ("outer", ()),
+        ("outer", ((4, Link(0.0, 1.0)), (EVERYBODY, Link(0.0, 1.0)))),
+    ],
+)
+def test_an_impossible_machine_is_refused_with_the_rule(field, value):
+    with pytest.raises(SpecError) as refused:
+        replace(machine("h100"), **{field: value})
+    assert refused.value.code == "impossible_machine"
+    assert refused.value.setting == ("tiers" if field == "outer" else field)
+
+
+@pytest.mark.parametrize("link", [(-1.0, 1.0), (0.0, 0.0), (0.0, math.nan), (math.inf, 1.0)])
+def test_an_impossible_link_is_refused(link):
+    with pytest.raises(SpecError, match=r"A machine's (latency|rate) must be"):
+        Link(*link)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_tiers_get_slower_outwards_and_reach_everybody(name):
+    tiers = machine(name).tiers
+    assert [reach for reach, _ in tiers][-1] == EVERYBODY
+    assert all(inner.rate > outer.rate for (_, inner), (_, outer) in pairwise(tiers))
+
+
+def test_rates_in_bf16_are_what_matmuls_were_measured_to_reach():
+    """TFLOP/s of the Maximum Achievable Matmul FLOPS table, of peaks 312, 989, 2250 and 2500."""
+    measured = {"a100": 267.9, "h100": 794.5, "b200": 1745.0, "gb200": 1822.0}
+    assert {name: machine(name).at("bf16").flop_rate / 1e12 for name in measured} == pytest.approx(measured, rel=1e-3)
+    peaks = {"a100": 312, "h100": 989.4, "b200": 2250, "gb200": 2500}
+    assert {name: machine(name).at("bf16").peak_flop_rate / 1e12 for name in peaks} == pytest.approx(peaks)
+
+
+def test_a_precision_without_units_of_its_own_is_computed_in_the_next():
+    volta, ampere = machine("v100"), machine("a100")
+    assert volta.at("bf16").flop_rate == volta.at("fp32").flop_rate < volta.at("fp16").flop_rate
+    assert ampere.at("fp8").flop_rate == ampere.at("bf16").flop_rate
+    assert machine("h100").at("fp8").flop_rate == pytest.approx(2 * machine("h100").at("bf16").flop_rate, rel=1e-3)
