@@ -19,6 +19,7 @@ from engine.analysis.shares import (
     busy_seconds,
     exposed_communication_fraction,
     idle_gaps,
+    overlap_fraction,
     shares,
 )
 from engine.cost.machine import machine
@@ -74,6 +75,7 @@ def test_shares_are_read_off_a_timeline():
     assert bubble_fraction(timeline) == pytest.approx((4 + 5) / (2 * 10))
     assert bubble_over_ideal(timeline) == pytest.approx((4 + 5) / (6 + 5))
     assert exposed_communication_fraction(timeline) == pytest.approx((2 + 5) / (2 * 10))
+    assert overlap_fraction(timeline) == pytest.approx(1 - (2 + 5) / ((7 - 3) + (10 - 4)))
     assert busy_seconds(timeline) == {"all_reduce": 4, "backward": 2, "forward": 9, "recv": 5, "send": 2}
     assert idle_gaps(timeline) == [[Gap(0, 4, 6), Gap(0, 8, 10)], [Gap(0, 5, 10)]]
     (step,) = shares(timeline)
@@ -171,6 +173,15 @@ def test_where_no_time_passes_all_shares_are_0(timeline):
     assert bubble_fraction(timeline, since=5) == 0.0
     assert all(seconds == 0.0 for seconds in busy_seconds(timeline).values())
     assert idle_gaps(timeline) == [[]] * timeline.world_size
+
+
+def test_where_nobody_communicates_there_is_nothing_to_hide():
+    assert overlap_fraction(timeline_of((0, "forward", 0, 0.0, 3.0))) is None
+    # All of it under compute, none of it, and a step with and one without.
+    hidden = ((0, "forward", 0, 0.0, 3.0), (0, "send", 0, 1.0, 2.0))
+    assert overlap_fraction(timeline_of(*hidden)) == 1.0
+    assert overlap_fraction(timeline_of((0, "send", 0, 0.0, 3.0))) == 0.0
+    assert overlap_fraction(timeline_of(*hidden, (0, "forward", 1, 5.0, 6.0))) == 1.0
 
 
 def test_a_step_of_communication_alone_has_no_ideal_to_compare_with():
