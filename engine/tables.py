@@ -114,10 +114,12 @@ def _bubbles(values: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _communication(values: dict[str, Any]) -> list[tuple[str, str]]:
-    name, formula = OVERLAP_FORMULA.split(" = ")
-    hidden = values.get("overlap_fraction")
-    shown = "nothing is communicated" if hidden is None else f"{percent(hidden)} = {formula}"
-    return [("exposed communication", percent(values["exposed_communication_fraction"])), (name, shown)]
+    lines = [("exposed communication", percent(values["exposed_communication_fraction"]))]
+    if "overlap_fraction" in values:  # a run of an earlier Lockstep has none
+        name, formula = OVERLAP_FORMULA.split(" = ")
+        hidden = values["overlap_fraction"]
+        lines.append((name, "nothing is communicated" if hidden is None else f"{percent(hidden)} = {formula}"))
+    return lines
 
 
 def _waits(values: dict[str, Any]) -> list[tuple[str, str]]:

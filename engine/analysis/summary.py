@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 
 from engine.analysis import stragglers
-from engine.analysis.critical_path import critical_path, seconds_by_kind, seconds_by_rank
+from engine.analysis.critical_path import Piece, critical_path, seconds_by_kind, seconds_by_rank
 from engine.analysis.idle import CAUSES, idle, seconds_by_cause
 from engine.analysis.ran import NotJoined, Ran, measured
 from engine.analysis.words import largest
+from engine.matching import NO_NODE
 from engine.plan import Plan
 from engine.timeline import Timeline
 
 MAX_STEPS = 8  # of a run that are looked at
+LONGEST = 8  # pieces of a critical path that are listed
 MAX_ROWS = 64  # ranks, or roles, that are listed one by one
 
 
@@ -47,6 +49,7 @@ def summary(steps: Sequence[Ran], *, crowded: bool = False) -> dict[str, Any]:
             "pieces": len(path),
             "by_kind": seconds_by_kind(path),
             "by_rank": [{"rank": rank, "seconds": by_rank[rank]} for rank in list(by_rank)[:MAX_ROWS]],
+            "longest": [_piece(middle, piece) for piece in sorted(path, key=lambda p: -p.duration)[:LONGEST]],
         },
         "idle_causes": {
             "seconds": {CAUSES[i]: float(per_role[:, i] @ ranks) for i in present},  # summed over ranks
@@ -55,6 +58,18 @@ def summary(steps: Sequence[Ran], *, crowded: bool = False) -> dict[str, Any]:
         },
         "stragglers": named(steps),
     }
+
+
+def _piece(ran: Ran, piece: Piece) -> dict[str, Any]:
+    """Of the path: the op, and the one that it had waited for, on whatever rank; null: the beginning of the step."""
+    before = None if piece.waited_for == NO_NODE else _op(ran, piece.waited_for)
+    times = {"start": piece.start, "seconds": piece.duration, "waited_for": before}
+    return _op(ran, piece.node) | {"kind": piece.kind} | times
+
+
+def _op(ran: Ran, node: int) -> dict[str, Any]:
+    op = ran.op(node)
+    return {"rank": ran.rank(node), "kind": op.kind, "stage": op.stage, "microbatch": op.microbatch, "part": op.part}
 
 
 def named(steps: Sequence[Ran]) -> list[dict[str, Any]]:

@@ -79,6 +79,21 @@ def test_a_wait_for_a_message_is_cut_where_its_sender_loads_computes_and_sends()
     assert seconds_by_rank(ran, path) == {0: 4, 1: 4}
 
 
+def test_the_longest_pieces_of_a_path_say_what_they_waited_for():
+    """In the plan above: the forward on rank 1 for the message from rank 0, which waited for the forward there."""
+    longest = summary([ran_of(MESSAGE)])["critical_path"]["longest"]
+    told = [
+        (p["rank"], p["kind"], p["seconds"], p["waited_for"] and (p["waited_for"]["rank"], p["waited_for"]["kind"]))
+        for p in longest
+    ]
+    assert told == [
+        (1, "forward", 4, (1, "recv")),
+        (0, "forward", 3, (0, "load")),
+        (0, "send", 2, (0, "forward")),
+        (0, "load", 1, None),
+    ]
+
+
 def test_who_comes_late_to_a_collective_is_waited_for_and_its_transfer_is_exposed():
     """Ranks 0 and 1 come at 2 and 5; a ring of two sends each byte once: the call lasts from 5 to 9."""
     ran = ran_of(
