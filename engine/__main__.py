@@ -34,6 +34,9 @@ def parser() -> Parser:
             sub.add_argument("--devices", default="3", help="ranks that share them (default: 3)")
             sub.add_argument("--batch", default="2", help="samples in a rank's batch (default: 2)")
             sub.add_argument("--wrong", default="", help="samples that the model gets wrong, as 0,1")
+        if name == "validate":
+            sub.add_argument("file", help="measurements as JSON: entries with what was run and its metrics")
+            sub.add_argument("--rows", action="store_true", help="list every row: measured, predicted, or why not used")
         if name in ("show", "export"):
             sub.add_argument("run_id", help="a run's id, or 'last'")
         if name == "show":
@@ -64,7 +67,7 @@ def _check_words(words: list[str]) -> None:
     """A misspelt option is answered with the ones most like it, which argparse does not do."""
     known = {"--" + f.name.replace("_", "-") for f in dataclasses.fields(Spec)}
     known |= {"--json", "--spec", "--runs-dir", "--format", "--output", "--plan", "--language", "--help"}
-    known |= {"--samples", "--batch", "--wrong"}
+    known |= {"--samples", "--batch", "--wrong", "--rows"}
     for word in words:
         name = word.partition("=")[0]
         if name.startswith("--") and len(name) > 2 and name not in known:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import engine
+import engine.validate.report
+import engine.validate.tables
 from engine import archive, checkpoints, export, modes, notation, sampling, tables
 from engine.analysis import stragglers, traces
 from engine.job import count_gpus, lacks_compiler, prepare
@@ -114,6 +116,13 @@ def _whole(setting: str, text: str, low: int = 1, high: int = MAX_DEALT) -> int:
     if not low <= value <= high:
         raise SpecError("out_of_range", setting, value, suggest=[low if value < low else high], low=low, high=high)
     return value
+
+
+def validate(arguments: argparse.Namespace) -> int:
+    """Predict published measurements, and show how far off that is, set by set"""
+    found = engine.validate.report.of_file(arguments.file, rows=arguments.rows)
+    print(json.dumps(found, allow_nan=False)) if arguments.json else print(engine.validate.tables.report(found))
+    return 0
 
 
 def list_runs(arguments: argparse.Namespace) -> int:
@@ -218,6 +227,7 @@ COMMANDS = {
     "simulate": simulate,
     "run": run,
     "deal": deal,
+    "validate": validate,
     "runs": list_runs,
     "show": show,
     "export": export_run,

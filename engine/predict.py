@@ -14,7 +14,7 @@ from engine.analysis.shares import (
     overlap_fraction,
 )
 from engine.analysis.summary import summary as summarise
-from engine.cost.machine import machine
+from engine.cost.machine import Machine, machine
 from engine.job import Job, prepare
 from engine.plan import Plan
 from engine.schedules import given
@@ -66,8 +66,8 @@ class Prediction:
         }
 
 
-def predict(spec: Spec) -> Prediction:
-    """Raises SpecError for a wrong setting."""
+def predict(spec: Spec, *, on: Machine | None = None) -> Prediction:
+    """`on`: a machine other than the one that the spec names. Raises SpecError for a wrong setting."""
     job = prepare(spec)
-    on = machine(job.spec.machine).at(job.spec.precision)
+    on = (on or machine(job.spec.machine)).at(job.spec.precision)
     return Prediction(job, simulate(modes.plan(job), on, slow.of_spec(job.spec)))

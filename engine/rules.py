@@ -118,6 +118,7 @@ RULES = {
     "dataset_of_model": "The model {model} cannot learn from the dataset {value}.",
     "batch_too_large": "global-batch must not exceed the {samples} training samples of {dataset}; it is {value}.",
     "not_json": "A spec file holds one JSON object; {setting} does not: {value}.",
+    "no_measurements": "A file of measurements is one JSON object with a list of entries; {setting} is not: {value}.",
     "no_file": "The file given as {setting} cannot be read: {value}.",
     "no_data": "The dataset cannot be used: {value}.",
     "no_gpu": "device cuda needs GPUs that torch can use; found {found}.",

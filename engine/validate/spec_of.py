@@ -1,0 +1,161 @@
+"""One training in numbers -> the Spec and the machine that say the same to Lockstep, and its prediction.
+
+This is all that stands between a published row and `engine.predict`: no cost is worked out here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any
+
+from engine.cost.catalogue import MACHINES, MEMORY_REACHED, network
+from engine.cost.hardware import EVERYBODY, Machine
+from engine.predict import predict
+from engine.rules import SpecError
+from engine.spec import Spec
+from engine.validate.case import Case, Predicted
+from engine.validate.rows import Unusable
+from engine.validate.stacks import TODAY, stack_of
+
+GIGABIT = 1e9 / 8
+LINK_REACHED = 0.8  # of NVLink's rate, what NCCL counts on (graph/topo.h): 20 of 25 GB/s for a link
+SHARED = ("ddp", "zero1", "zero2", "fsdp")  # the mode in which replicas share what a stage of ZeRO says
+
+
+def predicted(case: Case) -> Predicted:
+    """Raises Unusable where Lockstep cannot plan the row, with the rule in words."""
+    spec, inferred = spec_of(case)
+    try:
+        seconds, memory = _predict(spec, machine_of(case))
+    except SpecError as error:
+        raise Unusable(f"Lockstep cannot plan it: {error.code.replace('_', ' ')}", str(error)) from None
+    if not math.isfinite(seconds) or seconds <= 0:
+        raise Unusable("the prediction is not a time", str(seconds))
+    return Predicted(seconds, memory, inferred)
+
+
+@functools.lru_cache(maxsize=4096)  # rows that differ only in what was measured
+def _predict(spec: Spec, machine: Machine) -> tuple[float, float]:
+    prediction = predict(spec, on=machine)
+    return prediction.step_time, float(max(prediction.simulation.peak_memory))
+
+
+def spec_of(case: Case) -> tuple[Spec, tuple[str, ...]]:
+    stack = stack_of(case.row)
+    inferred = ["software as of today: attention never writes its scores"] if stack == TODAY else []
+    settings = _model(case) | _layout(case, inferred) | {"flash": stack.flash}
+    try:
+        return Spec(**settings), tuple(inferred)
+    except SpecError as error:
+        raise Unusable(f"Lockstep has no such setting: {error.setting.replace('_', '-')}", str(error)) from None
+
+
+def _model(case: Case) -> dict[str, Any]:
+    sizes = {
+        "model": "moe" if case.experts else "gpt",
+        "layers": case.layers,
+        "hidden": case.hidden,
+        "heads": case.heads,
+        "kv_heads": case.kv_heads,
+        "ffn": case.ffn,
+        "context": case.context,
+        "vocabulary": _padded(case.vocabulary, case.tp),
+        "activation": "swiglu" if case.gated else "gelu",
+        "positions": "rotary" if case.gated else "learned",
+        "tied": case.tied,
+        "dataset": "synthetic",
+        "optimizer": "adamw",
+        "precision": case.precision,
+        "recompute": None if case.recompute == "none" else case.recompute,
+        "machine": case.device,
+    }
+    return sizes | ({"experts": case.experts, "top_k": case.top_k} if case.experts else {})
+
+
+def _padded(vocabulary: int, tp: int) -> int:
+    """Rounded up to 128 for each tensor rank, as Megatron-LM does (--make-vocab-size-divisible-by)."""
+    return math.ceil(vocabulary / (128 * tp)) * 128 * tp
+
+
+def _layout(case: Case, inferred: list[str]) -> dict[str, Any]:
+    common = {"devices": case.devices, "global_batch": case.global_batch}
+    if case.pp == 1 and case.microbatches > 1:
+        common["accumulate"] = case.microbatches
+    if case.tp == case.pp == case.cp == case.ep == 1:
+        if case.devices == 1:
+            return common | {"mode": "single"}
+        mode = SHARED[case.zero]
+        if mode == "fsdp" and case.shards < case.dp:
+            shards = {"mode": "hsdp", "fsdp": case.shards, "dp": case.dp // case.shards}
+            return common | shards
+        return common | {"mode": mode}
+    degrees = {"mode": "hybrid", "tp": case.tp, "pp": case.pp, "cp": case.cp}
+    if case.experts:
+        degrees["ep"] = case.ep
+    shared = case.zero == 3 or (case.zero and case.pp > 1)
+    degrees |= {"fsdp": case.shards, "dp": case.dp // case.shards} if shared else {"dp": case.dp, "fsdp": 1}
+    if case.zero in (1, 2) and not shared:
+        inferred.append("optimizer state not shared: in Lockstep, beside tp and without pp, replicas share all or none")
+    if case.sequence_parallel:
+        degrees["sequence_parallel"] = True
+    if case.pp == 1:
+        return common | degrees
+    schedule = {"schedule": case.schedule, "microbatches": case.microbatches, "stages_per_rank": case.stages_per_rank}
+    return common | degrees | schedule | {"split": _split(case, inferred)}
+
+
+def _split(case: Case, inferred: list[str]) -> tuple[int, ...]:
+    """Layers of each stage, the embedding and the head among them."""
+    stages = case.pp * case.stages_per_rank
+    if case.layers % stages == 0:
+        blocks = [case.layers // stages] * stages
+    elif (case.layers + 2) % stages == 0:
+        inferred.append("the embedding and the head each take the place of a block in their stage")
+        blocks = [(case.layers + 2) // stages] * stages
+        blocks[0], blocks[-1] = blocks[0] - 1, blocks[-1] - 1
+    else:
+        inferred.append("stages with as many blocks as the largest, the last with what is left")
+        most = math.ceil(case.layers / stages)
+        blocks = [max(0, min(most, case.layers - most * stage)) for stage in range(stages)]
+    blocks[0], blocks[-1] = blocks[0] + 1, blocks[-1] + 1
+    if min(blocks) < 1:
+        raise Unusable("some stages of the pipeline would be empty", f"{case.layers} layers, {stages} stages")
+    return tuple(blocks)
+
+
+def machine_of(case: Case) -> Machine:
+    """The catalogue's, with the links and the memory that the row names."""
+    return machine_with(
+        case.device,
+        per_node=case.per_node,
+        link_rate=case.link_rate,
+        network_rate=case.network_rate,
+        memory_size=case.memory_size,
+        memory_rate=case.memory_rate,
+    )
+
+
+def machine_with(
+    device: str,
+    *,
+    per_node: int,
+    link_rate: float | None = None,
+    network_rate: float | None = None,
+    memory_size: float | None = None,
+    memory_rate: float | None = None,
+) -> Machine:
+    """Rates in bytes a second, of data sheets; what is None stays as the catalogue has it."""
+    if device not in MACHINES:
+        raise Unusable("the device is not in the machine catalogue", device)
+    known = MACHINES[device]
+    outer = network(network_rate / GIGABIT) if network_rate else known.tiers[-1][1]
+    changes: dict[str, Any] = {"node_size": per_node, "outer": ((EVERYBODY, outer),)}
+    if link_rate:
+        changes["link_rate"] = LINK_REACHED * link_rate
+    if memory_size:
+        changes["memory_size"] = int(memory_size)
+    if memory_rate:
+        changes["memory_rate"] = MEMORY_REACHED * memory_rate
+    return replace(known, **changes)
