@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,15 @@ def rows(pairs: list[tuple[str, str]]) -> str:
 
 
 def each_rank(values: list, show) -> str:
-    """`0: 3 MB  1: 2 MB`; equal values are said once."""
+    """`0: 3 MB  1–3: 2 MB`: ranks side by side that have the same are said together, and 16 such runs of them."""
     if not values:
         return "-"
-    if len(set(values)) == 1:
+    runs = [(value, list(ranks)) for value, ranks in groupby(range(len(values)), key=values.__getitem__)]
+    if len(runs) == 1:
         return show(values[0]) + (" on every rank" if len(values) > 1 else "")
-    shown = "  ".join(f"{rank}: {show(value)}" for rank, value in enumerate(values[:16]))
-    return shown + (f"  ... {len(values)} ranks" if len(values) > 16 else "")
+    names = [str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}–{ranks[-1]}" for _, ranks in runs]
+    shown = "  ".join(f"{name}: {show(value)}" for name, (value, _) in zip(names, runs[:16], strict=False))
+    return shown + (f"  ... {len(values)} ranks" if len(runs) > 16 else "")
 
 
 def lesson(mode: str, text: Lesson) -> str:
