@@ -85,6 +85,8 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
             exposed_communication_fraction(whole, since=steady.start) if len(whole) else None
         ),
         "overlap_fraction": overlap_fraction(whole, since=steady.start) if len(whole) else None,
+        # The peak of the machine that was named says nothing of the CPU on which it ran.
+        "mfu": prediction.utilisation(step_time, prediction.machine if job.spec.device == "cuda" else None),
         **_analysis(job, whole, routed, steady, conformance),
         "wall_time": _wall_seconds(folder, steps),
         "error": error,

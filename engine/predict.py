@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import modes, slow
+from engine.analysis.mfu import planned_flops, utilisation
 from engine.analysis.ran import simulated
 from engine.analysis.shares import (
     bubble_fraction,
@@ -42,6 +43,16 @@ class Prediction:
     def step_time(self) -> float:
         return self.simulation.makespan
 
+    @property
+    def machine(self) -> Machine:
+        return machine(self.job.spec.machine).at(self.job.spec.precision)
+
+    def utilisation(self, seconds: float | None, on: Machine | None) -> dict[str, Any]:
+        """MFU (`engine.analysis.mfu`) of this job, had its step taken so long on such a machine."""
+        spec = self.job.spec
+        planned = planned_flops(self.simulation.graph)
+        return utilisation(self.job.layers, spec.global_batch, planned, seconds, spec.devices, on)
+
     def summary(self) -> dict[str, Any]:
         """Seconds and bytes; lists have one entry a rank."""
         simulation, plan = self.simulation, self.plan
@@ -57,6 +68,7 @@ class Prediction:
             "exposed_communication_fraction": exposed_communication_fraction(simulation.by_role),
             "overlap_fraction": overlap_fraction(simulation.by_role),
             **summarise([simulated(simulation)]),
+            "mfu": self.utilisation(self.step_time, self.machine),
             "num_ops": sum(len(p.ops) * n for p, n in zip(plan.programs, simulation.graph.num_ranks, strict=True)),
             "memory": simulation.per_rank(simulation.memory),
             "peak_memory": simulation.per_rank(simulation.peak_memory),

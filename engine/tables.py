@@ -10,6 +10,7 @@ from typing import Any
 
 from engine import archive
 from engine.analysis import words
+from engine.analysis.mfu import MFU_FORMULA
 from engine.analysis.shares import BUBBLE_FORMULA, BUBBLE_OVER_IDEAL_FORMULA, OVERLAP_FORMULA
 from engine.launch import Handle
 from engine.modes import Lesson
@@ -76,6 +77,7 @@ def prediction(summary: dict[str, Any]) -> str:
                 ("samples/s", "-" if summary["samples_per_second"] is None else f"{summary['samples_per_second']:.4g}"),
                 *_bubbles(summary),
                 *_communication(summary),
+                *_mfu(summary),
                 ("ops", str(summary["num_ops"])),
                 ("peak memory", each_rank(summary["peak_memory"], size)),
                 *_memory(summary["memory"], "  of it "),
@@ -123,6 +125,18 @@ def _communication(values: dict[str, Any]) -> list[tuple[str, str]]:
         hidden = values["overlap_fraction"]
         lines.append((name, "nothing is communicated" if hidden is None else f"{percent(hidden)} = {formula}"))
     return lines
+
+
+def _mfu(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """With both conventions of attention."""
+    if not (found := values.get("mfu")):  # a run of an earlier Lockstep
+        return []
+    name, formula = MFU_FORMULA.split(" = ")
+    if found["full"] is None:
+        rate = "" if found["flop_rate"] is None else f"; {found['flop_rate'] / 1e12:.4g} TFLOP/s on each device"
+        return [(name, f"{found['reason']}{rate}")]
+    shown = f"{percent(found['full'])}, with attention's causal half {percent(found['causal'])}; HFU "
+    return [(name, f"{shown}{percent(found['hfu'])}, of {found['peak_flop_rate'] / 1e12:.4g} TFLOP/s = {formula}")]
 
 
 def _waits(values: dict[str, Any]) -> list[tuple[str, str]]:
@@ -220,6 +234,7 @@ def result(values: dict[str, Any], run_dir: Path) -> str:
         ("ops as planned", _verdict(conformance["ok"]) + _conformance(conformance)),
         *_bubbles(values),
         *_communication(values),
+        *_mfu(values),
         ("peak memory", each_rank(values["peak_memory"], size)),
         ("memory growth", each_rank(values.get("memory_growth", []), size) + " in 100 steps"),
         *_memory(values["memory"]["planned"], "planned "),

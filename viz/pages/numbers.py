@@ -20,7 +20,7 @@ def percent(share: float | None) -> str:
 
 
 def show_numbers(shown: Shown, text: Catalogue) -> None:
-    """One predicted step, in five numbers."""
+    """One predicted step, in five numbers; a sixth where the machine's peak is known."""
     summary = shown.summary
     machine = text.name("machine", summary["machine"])
     batch = {name: summary[name] for name in ("global_batch", "replicas", "local_batch")}
@@ -32,6 +32,10 @@ def show_numbers(shown: Shown, text: Catalogue) -> None:
         "bytes": (show_bytes(sum(summary["bytes_sent"])), {"devices": summary["devices"]}),
         "memory": (show_bytes(max(summary["peak_memory"])), {}),
     }
+    if (found := summary["mfu"])["full"] is not None:
+        values = {name: percent(found[name]) for name in ("causal", "hfu")}
+        rate = f"{found['peak_flop_rate'] / 1e12:.4g} TFLOP/s"
+        cells["mfu"] = (percent(found["full"]), values | {"peak": rate})
     with st.container(horizontal=True, horizontal_alignment="distribute", gap="small", key="numbers"):
         for name, (value, words) in cells.items():
             st.metric(text(f"number.{name}"), value, help=text(f"number.{name}.help", **words), width="content")
