@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,19 +52,29 @@ class Ops(Sequence):
     __hash__ = None
 
 
+class Calls(NamedTuple):
+    """(name, microbatch) in columns: the place of the name among those of the passes, and the microbatch or -1."""
+
+    which: np.ndarray
+    microbatch: np.ndarray
+
+
 def unroll(
     passes: Mapping[str, Sequence[Op]],
-    order: Iterable[tuple[str, int | None]],
+    order: Sequence[tuple[str, int | None]] | Calls,
     *,
     before: Sequence[Op] = (),
     after: Sequence[Op] = (),
 ) -> Ops:
     """`before`, then for each (name, microbatch) of `order` the ops of `passes[name]`, then `after`."""
     names = {name: i for i, name in enumerate(passes)}
+    if isinstance(order, Calls):
+        called, microbatch = order
+    else:
+        called = np.array([names[name] for name, _ in order], dtype=np.int64)
+        microbatch = np.array([NONE if m is None else m for _, m in order], dtype=np.int64)
     sizes = np.array([len(ops) for ops in passes.values()], dtype=np.int64)
     starts = len(before) + np.cumsum(sizes) - sizes  # first template of each pass
-    called, microbatch = zip(*order, strict=True) if order else ((), ())
-    called = np.array([names[name] for name in called], dtype=np.int64)
     lengths = sizes[called]
     # Entry k of a call is template k of its pass: count up, and start again at each call.
     counted = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -72,7 +83,7 @@ def unroll(
     ends = np.arange(len(templates) - len(after), len(templates))
     which = np.concatenate([np.arange(len(before)), body, ends]).astype(np.int32)
     outside = [[NONE if op.microbatch is None else op.microbatch for op in ops] for ops in (before, after)]
-    repeated = np.repeat(np.array([NONE if m is None else m for m in microbatch], dtype=np.int64), lengths)
+    repeated = np.repeat(microbatch, lengths)
     return Ops(templates, which, np.concatenate([outside[0], repeated, outside[1]]).astype(np.int64))
 
 

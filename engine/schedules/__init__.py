@@ -55,8 +55,8 @@ class Action(NamedTuple):
     overlaps_next: bool = False
 
 
-def order(schedule: str, num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> list[list[Action]]:
-    """One list of actions a rank. Pure: no processes, no tensors, no times.
+def order(schedule: str, num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> list[Sequence[Action]]:
+    """One row of actions a rank. Pure: no processes, no tensors, no times.
 
     ValueError where the numbers break a rule without which there is no order. `check` asks for more: for all that
     PyTorch's own schedule insists on.

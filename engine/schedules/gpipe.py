@@ -3,12 +3,11 @@
 One stage a rank, any number of microbatches. Idle (P-1)(F+B) on every rank.
 """
 
-from engine.schedules import Action
+from engine.schedules.row import Row, forward_and_backward
 
 
-def order(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> list[list[Action]]:
-    kinds = ("forward", "backward")
-    return [[Action(kind, rank, m) for kind in kinds for m in range(num_microbatches)] for rank in range(num_ranks)]
+def order(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> list[Row]:
+    return [forward_and_backward(rank, num_microbatches, slice(None)) for rank in range(num_ranks)]
 
 
 def broken_rule(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> None:

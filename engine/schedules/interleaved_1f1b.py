@@ -6,7 +6,7 @@ smaller, for V times the messages. M must be a multiple of R: torch's ScheduleIn
 """
 
 from engine.schedules import Action
-from engine.schedules.one_f_one_b import in_turn
+from engine.schedules.row import in_turn
 from engine.schedules.rules import Requirement, insist, num_rounds, whole_rounds
 
 
@@ -19,7 +19,9 @@ def order(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> list[l
         backward = in_rounds("backward", stages[::-1], num_ranks, num_microbatches)
         # Two for each rank below: an activation on its way down, and a gradient on its way up.
         first = fill(stages_per_rank, num_ranks, num_microbatches) + 2 * (num_ranks - 1 - rank)
-        out.append(forward[:first] + in_turn(forward[first:], backward))
+        both, fills = forward + backward, min(first, len(forward))
+        turns = in_turn(range(fills, len(forward)), range(len(forward), len(both)))
+        out.append(forward[:fills] + [both[i] for i in turns.tolist()])
     return out
 
 

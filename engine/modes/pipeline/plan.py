@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 from engine import chain, schedules
-from engine.columns import Ops, unroll
+from engine.columns import Calls, Ops, unroll
 from engine.job import Job
 from engine.modes.pipeline.memory import beside
 from engine.modes.pipeline.passes import forward_and_backward, passes_of, samples_of
 from engine.plan import Mesh, Op, Plan, Program
 from engine.schedules import given, messages
+from engine.schedules.row import Row
 
 ADD_MESSAGES = {"late": messages.add_late, "early": messages.add_early}
 ONE_STAGE = ("gpipe", "1f1b")  # one stage a rank, and every backward whole
@@ -44,7 +45,7 @@ def plan(job: Job, step: int) -> Plan:
     return Plan(Mesh(("pp",), (len(placement),)), tuple(programs), tuple(range(len(placement))), names)
 
 
-def _one_stage(job: Job, stage: int, order: list[schedules.Action]) -> Ops:
+def _one_stage(job: Job, stage: int, order: Row) -> Ops:
     """Where a rank has one stage, and its passes are whole: each pass with its messages, unrolled at once.
 
     Forward: receive an activation, compute, send one on. Backward: the same with gradients, the other way.
@@ -56,7 +57,7 @@ def _one_stage(job: Job, stage: int, order: list[schedules.Action]) -> Ops:
     previous = [] if is_first else [stage - 1]
     following = [] if is_last else [stage + 1]
     forward, backward = forward_and_backward(job, stage, is_last=is_last)
-    passes = {
+    passes = {  # as in order.kinds
         "forward": (
             *(_message("recv", "activation", stage, peer, inbound) for peer in previous),
             *forward,
@@ -69,7 +70,7 @@ def _one_stage(job: Job, stage: int, order: list[schedules.Action]) -> Ops:
         ),
     }
     pipelines = [range(len(stages))]
-    calls = [(action.kind, action.microbatch) for action in order]
+    calls = Calls(order.which, order.microbatch)
     return unroll(passes, calls, before=load(job, [stage], pipelines), after=_update(job, [stage]))
 
 
