@@ -108,6 +108,7 @@ class Unit:
     layer: Layer
     forward: tuple[Op, ...]
     backward: tuple[Op, ...]
+    inner: bool = False  # of a layer whose other half is the unit before: experts, which ranks share otherwise
     sums: tuple[Op, ...] = ()  # which complete its gradients on this rank, before anything else is done with them
 
 

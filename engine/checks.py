@@ -10,6 +10,7 @@ import math
 from engine import schedules
 from engine.faults import FAULTS, WITH_PEERS, Fault
 from engine.modes.context.deal import num_chunks
+from engine.plan import AXES
 from engine.presets import family
 from engine.rules import SpecError
 from engine.schedules import given
@@ -21,6 +22,7 @@ from engine.settings import (
     MAX_RING,
     MODE_MODELS,
     MODE_SETTINGS,
+    MODEL_AXES,
     MODEL_REASONS,
     ONE_BUCKET_MB,
     ONE_PROCESS_MODES,
@@ -138,14 +140,16 @@ def _check_sequences(spec: Spec) -> Spec:
 
 
 def _check_expert_axis(spec: Spec) -> None:
-    """Experts are shared out among replicas of all the rest; what routers choose is known of no other mesh."""
+    """Experts are shared out among ranks that have the same of all the rest."""
     if family(spec.model) != "moe":
         if spec.ep > 1:
             raise SpecError("model_of_mode", "model", spec.model, suggest=MODE_MODELS["expert"], mode="expert")
         return
-    for other in ("pp", "fsdp", "cp", "tp"):
+    works = MODEL_AXES[spec.model]
+    for other in (axis for axis in AXES if axis not in works):
         if getattr(spec, other) > 1:
-            raise SpecError("axis_of_model", other, getattr(spec, other), suggest=[1], model=spec.model, works="dp, ep")
+            names = {"model": spec.model, "works": ", ".join(works)}
+            raise SpecError("axis_of_model", other, getattr(spec, other), suggest=[1], **names)
     if spec.experts % spec.ep:
         good = nearest([d for d in range(1, spec.experts + 1) if spec.experts % d == 0], spec.ep, 8)
         sizes = f"experts {spec.experts}"

@@ -32,6 +32,8 @@ from engine.predict import Prediction, predict
 from engine.spec import Spec
 from engine.timeline import NONE, Span, Timeline
 
+Routed = tuple[dict[str, list[list[int]]], ...]  # see Job.routed
+
 
 def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None) -> dict[str, Any]:
     """Read what the workers left, write the timeline and the result, return the result.
@@ -130,19 +132,19 @@ def settle(spans: list[Span]) -> list[Span]:
     return settled
 
 
-def _routed(steps: list[list[dict]], step: int) -> tuple[dict[str, list[int]], ...] | None:
+def _routed(steps: list[list[dict]], step: int) -> Routed | None:
     """What the routers of each rank chose in a step (see Job.routed); None where there are none."""
     each = tuple(rows[step].get("routed", {}) for rows in steps)
     return each if any(each) else None
 
 
-def _expert_tokens(job: Job, routed: list[tuple[dict[str, list[int]], ...] | None]) -> dict[str, Any] | None:
+def _expert_tokens(job: Job, routed: list[Routed | None]) -> dict[str, Any] | None:
     """Tokens that each expert of each block got in a step from all ranks: in the `last` one, and in the `mean` one.
     `even`: as many as each would get if all got the same."""
     totals: list[dict[str, np.ndarray]] = []
     for step in filter(None, routed):
         blocks = sorted({name for rank in step for name in rank}, key=[layer.name for layer in job.layers].index)
-        totals.append({name: sum(np.array(rank[name]) for rank in step if name in rank) for name in blocks})
+        totals.append({name: sum(np.array(rank[name]).sum(0) for rank in step if name in rank) for name in blocks})
     if not totals:
         return None
     mean = {name: sum(step[name] for step in totals) / len(totals) for name in totals[-1]}
@@ -154,7 +156,7 @@ def _expert_tokens(job: Job, routed: list[tuple[dict[str, list[int]], ...] | Non
 
 
 def _conformance(
-    job: Job, spans: list[Span], routed: list[tuple[dict[str, list[int]], ...] | None], *, early: bool
+    job: Job, spans: list[Span], routed: list[Routed | None], *, early: bool
 ) -> tuple[dict[str, Any], list[Span]]:
     """`routed`: of each step done. Sizes that depend on the data are planned from what the routers counted, on the
     ranks that send; what is measured are tensors, also on the ranks that receive."""

@@ -67,8 +67,8 @@ class Job:
     num_validation: int
     steps: int
     batches_per_epoch: int
-    # Of each rank, the tokens that its routers gave to each expert in a step, by block; None: as many to each.
-    routed: tuple[dict[str, list[int]], ...] | None = None
+    # Of each rank, the tokens that its routers gave to each expert in each pass, by block; None: as many to each.
+    routed: tuple[dict[str, list[list[int]]], ...] | None = None
     first_step: int = 0  # where a run that resumes goes on; `steps` are those that it has left
 
     def degree(self, axis: str) -> int:

@@ -11,7 +11,7 @@ from engine.settings import MODE_SETTINGS
 from engine.spec import MAX_DEVICES, Spec
 
 FIRST_TO_GROW = ("fsdp", "dp", "tp", "pp")  # which axis is proposed for devices that no degree speaks for
-WITH_EXPERTS = ("ep", "dp")  # the same, where there are some; a mesh for them has no other axes
+WITH_EXPERTS = ("ep", "dp")  # the same, where there are some
 
 
 def fill_degrees(spec: Spec) -> Spec:

@@ -18,7 +18,8 @@ MESSAGES = ("send", "recv")
 KINDS = COMPUTE + COLLECTIVES + MESSAGES
 PAYLOADS = ("batch", "activation", "gradient", "weights", "tokens", "control")
 AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
-FLAT = {"dp_ep": ("dp", "ep"), "dp_cp": ("dp", "cp")}  # axes taken as one by an op, as torch's DeviceMesh flattens them
+# Axes taken as one by an op, as torch's DeviceMesh flattens them.
+FLAT = {"_".join(axes): axes for axes in (("dp", "ep"), ("dp", "cp"))}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -138,7 +138,7 @@ MODE_AXIS = {
 }
 # Axes that a hybrid of a model can have; those of models that are not named are the first.
 MODEL_AXES = {"": ("pp", "dp", "fsdp", "tp")}
-MODEL_AXES |= dict.fromkeys(DENSE, ("pp", "dp", "fsdp", "cp", "tp")) | dict.fromkeys(ROUTED, ("dp", "ep"))
+MODEL_AXES |= dict.fromkeys(DENSE, ("pp", "dp", "fsdp", "cp", "tp")) | dict.fromkeys(ROUTED, ("pp", "dp", "fsdp", "ep"))
 DATA_AXES = ("dp", "fsdp", "ep")  # those over which the batch is cut
 ONE_PROCESS_MODES = ("single", "data_parallel")
 STAGE_MODES = ("layer_split", "pipeline")  # split the layers over devices

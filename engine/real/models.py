@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -104,6 +104,20 @@ class Expert(nn.Module):
         return self.down(F.gelu(self.up(copies)))
 
 
+class Experts(nn.Module):
+    """Some experts of a block, by number: [copies, hidden] -> the same, an output of each."""
+
+    def __init__(self, hidden: int, numbers: Iterable[int]):
+        super().__init__()
+        for e in numbers:
+            self.add_module(str(e), Expert(hidden))
+
+    def forward(self, tokens: torch.Tensor, order: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """`order`: of tokens, in which those for the first expert come first, `counts` for each."""
+        parts = tokens[order].split(counts.tolist())
+        return torch.cat([expert(part) for expert, part in zip(self.children(), parts, strict=True)])
+
+
 class MixtureBlock(Block):
     """A Block whose MLP is a mixture of experts: a router gives each token to `top_k` of them, and their outputs are
     added up, each times the router's probability for it.
@@ -118,11 +132,11 @@ class MixtureBlock(Block):
     def __init__(self, layer: Layer, heads: int, top_k: int):
         self.name, self.num_experts, self.top_k = layer.name, num_experts(layer), top_k
         super().__init__(layer.output[-1], heads)
-        self.elsewhere: Callable | None = None  # where experts are on other devices too: called as `outputs` is
+        self.elsewhere: Callable | None = None  # where experts are on other devices too: called as they are
 
     def add_mlp(self, hidden: int) -> None:
         self.router = nn.Linear(hidden, self.num_experts, bias=False)
-        self.experts = nn.ModuleDict({str(e): Expert(hidden) for e in range(self.num_experts)})
+        self.experts = Experts(hidden, range(self.num_experts))
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(0, -2)
@@ -132,14 +146,9 @@ class MixtureBlock(Block):
         counts = chosen.bincount(minlength=self.num_experts)
         if MixtureBlock.routed is not None and not in_backward():  # there, a recomputed forward pass
             MixtureBlock.routed.append((self.name, counts))
-        made = (self.elsewhere or self.outputs)(tokens, order // self.top_k, counts)
+        made = (self.elsewhere or self.experts)(tokens, order // self.top_k, counts)
         of_token = made[order.argsort()].unflatten(0, (-1, self.top_k))
         return (of_token * probabilities.unsqueeze(-1)).sum(-2).view_as(x)
-
-    def outputs(self, tokens: torch.Tensor, order: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Tokens in an order in which those for the first expert come first, `counts` for each -> an output of each."""
-        parts = tokens[order].split(counts.tolist())
-        return torch.cat([expert(part) for expert, part in zip(self.experts.values(), parts, strict=True)])
 
 
 def in_backward() -> bool:
@@ -148,17 +157,17 @@ def in_backward() -> bool:
 
 
 @contextmanager
-def counting() -> Iterator[dict[str, list[int]]]:
-    """Block -> the tokens that its router gives to each expert in the body's forward passes; known when it ends."""
+def counting() -> Iterator[dict[str, list[list[int]]]]:
+    """Block -> the tokens that its router gives to each expert, in each of the body's forward passes; known when it
+    ends."""
     noted = MixtureBlock.routed = []
-    totals: dict[str, list[int]] = {}
+    passes: dict[str, list[list[int]]] = {}
     try:
-        yield totals
+        yield passes
     finally:
         MixtureBlock.routed = None
     for name, counts in noted:
-        before = totals.get(name, [0] * len(counts))
-        totals[name] = [a + b for a, b in zip(before, counts.tolist(), strict=True)]
+        passes.setdefault(name, []).append(counts.tolist())
 
 
 class Head(nn.Module):

@@ -78,7 +78,7 @@ class Parity:
         self.steps = job.parity_steps
         self.losses: list[float | None] = []
         self.gradients: list[dict[str, torch.Tensor]] = []
-        self.routed: list[dict[str, list[int]]] = []  # block -> tokens of each expert
+        self.routed: list[dict[str, list[list[int]]]] = []  # block -> tokens of each expert, in each pass
         self.norms: list[float | None] = []
 
     def keep_norm(self, step: int, norm: float | None) -> None:
@@ -86,7 +86,7 @@ class Parity:
         if step < self.steps:
             self.norms.append(norm)
 
-    def keep_gradients(self, step: int, loss: float | None, routed: dict[str, list[int]]) -> None:
+    def keep_gradients(self, step: int, loss: float | None, routed: dict[str, list[list[int]]]) -> None:
         if step < self.steps:
             self.losses.append(loss)
             self.routed.append(routed)
@@ -213,13 +213,13 @@ def design(result: dict, exact: dict, why: str) -> dict:
     return result | {"ok": False, "reason": reason, "exact": exact}
 
 
-def strayed(ranks: list[dict[str, list[int]]], reference: dict[str, list[int]]) -> int:
+def strayed(ranks: list[dict[str, list[list[int]]]], reference: dict[str, list[list[int]]]) -> int:
     """Tokens that ranks gave to other experts than one device did in a step, at least. Where two experts' scores for a
     token are equal but for the last bits, a sum in another order can choose the other one, and that is no fault."""
     apart = 0
     for block, wanted in reference.items():
-        got = [sum(counts) for counts in zip(*(rank[block] for rank in ranks if block in rank), strict=True)]
-        apart += sum(abs(a - b) for a, b in zip(got, wanted, strict=True))
+        got = [sum(counts) for counts in zip(*(row for rank in ranks for row in rank.get(block, ())), strict=True)]
+        apart += sum(abs(a - sum(b)) for a, b in zip(got, zip(*wanted, strict=True), strict=True))
     return apart // 2
 
 

@@ -30,7 +30,7 @@ class Trained(NamedTuple):
     gradients: list[dict[str, torch.Tensor]]
     norms: list[float | None]  # before clipping; None where nothing is clipped
     parameters: dict[str, torch.Tensor]
-    routed: list[dict[str, list[int]]]  # block -> tokens of each expert
+    routed: list[dict[str, list[list[int]]]]  # block -> tokens of each expert, in each pass
 
 
 class Replica:

@@ -217,7 +217,8 @@ def test_the_degree_that_is_left_out_is_filled_in_where_only_one_is():
         ({"devices": 8, "pp": 2, "fsdp": 4, "dp": 1, "microbatches": 3}, "batch_by_microbatches", (2, 4)),
         ({"devices": 8, "dp": 2, "ep": 4, **MOE, "experts": 6}, "devices_divide", ()),  # no other divisor makes eight
         ({"devices": 4, "ep": 4, **MOE, "experts": 6}, "devices_divide", (1, 2)),
-        ({"devices": 4, "dp": 2, "fsdp": 2, **MOE}, "axis_of_model", (1,)),
+        ({"devices": 4, "ep": 2, "tp": 2, **MOE}, "axis_of_model", (1,)),
+        ({"devices": 8, "fsdp": 2, "cp": 2, "ep": 2, **MOE}, "axis_of_model", (1,)),
         ({"devices": 4, "fsdp": 4, "tp": 1, "sequence_parallel": True}, "needs_axis", ()),
         ({"devices": 8, "tp": 8, "heads": 8, "context": 12, "sequence_parallel": True}, "devices_divide", ()),
         ({"devices": 4, "ep": 4}, "model_of_mode", ("moe",)),
@@ -261,9 +262,45 @@ def test_experts_are_averaged_over_replicas_and_all_the_rest_over_every_rank():
     assert parse_plan(format_plan(plan)) == plan
 
 
+def test_experts_are_gathered_for_themselves_and_reduced_among_those_that_have_the_same():
+    """A block's rest meets on all ranks that share nothing of it: along dp and ep; its experts along dp alone."""
+    plan = modes.plan(job_of({"dp": 2, "fsdp": 2, "ep": 2}, **MOE), 2)
+    assert (plan.mesh.axes, plan.mesh.group(5, "dp_ep")) == (("dp", "fsdp", "ep"), (0, 1, 4, 5))
+    ops = plan.programs[0].ops
+    gathers = [op.part for op in ops if op.kind == "all_gather"]
+    there = ["embed", "block1", "block1.experts", "block2", "block2.experts", "head"]
+    assert gathers == [*there, "head", "block2", "block2.experts", "block1", "block1.experts", "embed"]
+    experts, rest = 4 * 4 * 8 * HIDDEN**2, 4 * (4 * HIDDEN**2 + 2 * HIDDEN + 8 * HIDDEN)  # four experts of eight
+    moved = [(op.kind, op.axis, op.bytes) for op in ops if op.part.startswith("block1") and op.kind in GROUPED[1:]]
+    assert moved == [
+        ("reduce_scatter", "fsdp", experts), ("all_reduce", "dp", experts // 2),
+        ("reduce_scatter", "fsdp", rest), ("all_reduce", "dp_ep", rest // 2),
+    ]  # fmt: skip
+    match(plan)
+    assert parse_plan(format_plan(plan)) == plan
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_each_microbatch_brings_as_many_tokens_as_its_own_routers_sent(schedule):
+    job = job_of({"pp": 2, "ep": 2}, schedule=schedule, microbatches=4, **MOE)
+    held = [p.holds for p in modes.plan(job).programs]
+    # The ranks of the first ep group have stage rank 0, of the second 1; rank r sends m + r tokens to each expert.
+    routed = tuple(
+        {f"block{i}": [[m + rank] * 8 for m in range(4)] for i in (1, 2) if i in held[rank // 2]} for rank in range(4)
+    )
+    plan = modes.plan(dataclasses.replace(job, routed=routed))
+    for rank in range(4):
+        came = [(op.part, op.microbatch, op.bytes) for op in plan.program(rank).ops if op.payload == "tokens"]
+        others = 2 * (rank // 2) * 2 + 1  # the ranks of both members of its group, added up
+        for i in (i for i in (1, 2) if i in held[rank // 2]):
+            for m in range(4):
+                assert (f"block{i}.combine", m, 4 * HIDDEN * 4 * (2 * m + others)) in came
+    match(plan)
+
+
 def test_tokens_come_from_the_ranks_of_one_replica_alone():
     job = job_of({"dp": 2, "ep": 2}, **MOE)
-    routed = tuple({f"block{i}": [rank + 1] * 4 + [0] * 4 for i in (1, 2)} for rank in range(4))
+    routed = tuple({f"block{i}": [[rank + 1] * 4 + [0] * 4] for i in (1, 2)} for rank in range(4))
     plan = modes.plan(dataclasses.replace(job, routed=routed))
     came = [
         next(op.bytes for op in plan.program(rank).ops if (op.part, op.payload) == ("block1.combine", "tokens"))
@@ -425,6 +462,26 @@ def test_experts_of_several_replicas_equal_those_of_one_device(degrees, settings
     timeline = Timeline.load(runs_dir / result["run_id"] / "timeline.parquet").step(3)
     averaged = [s.part for s in timeline.spans() if s.lane == "dp"]
     assert Counter(averaged) == dict.fromkeys(("block1.experts", "block2.experts"), spec.devices)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("degrees", "settings"),
+    [
+        ({"fsdp": 2, "ep": 2}, {"clip": 0.1}),
+        ({"pp": 2, "ep": 2}, {"schedule": "1f1b"}),
+        ({"pp": 2, "ep": 2}, {"schedule": "zbv", "optimizer": "adamw", "lr": 1e-3}),
+        ({"dp": 2, "fsdp": 2, "ep": 2}, {"clip": 0.1}),
+        ({"pp": 2, "dp": 2, "ep": 2}, {"schedule": "zbv", "clip": 0.1}),
+        ({"pp": 2, "fsdp": 2, "ep": 2}, {"schedule": "interleaved_1f1b", "clip": 0.1}),
+        ({"pp": 2, "fsdp": 2}, {"schedule": "interleaved_zero_bubble"}),
+    ],
+)
+def test_experts_in_any_mesh_equal_those_of_one_device(degrees, settings, launcher, runs_dir):
+    result = finished(spec_of(degrees, **MOE, **settings, **SHORT), launcher, runs_dir)
+    holds(result)
+    if "clip" in settings:
+        assert result["parity"]["norm_max_rel_diff"] < 1e-5
 
 
 @pytest.mark.real

@@ -60,9 +60,9 @@ def test_a_norm_is_held_to_its_own_tolerance():
 def test_tokens_that_went_to_another_expert_are_counted_once():
     from engine.real.parity import strayed
 
-    ranks = [{"block1": [3, 1, 0]}, {"block1": [1, 0, 3], "block2": [2, 2, 2]}]
-    assert strayed(ranks, {"block1": [4, 1, 3], "block2": [2, 2, 2]}) == 0
-    assert strayed(ranks, {"block1": [5, 1, 2], "block2": [2, 4, 0]}) == 1 + 2
+    ranks = [{"block1": [[2, 1, 0], [1, 0, 0]]}, {"block1": [[1, 0, 3]], "block2": [[2, 2, 2]]}]
+    assert strayed(ranks, {"block1": [[4, 1, 3]], "block2": [[2, 2, 2]]}) == 0
+    assert strayed(ranks, {"block1": [[5, 1, 2]], "block2": [[2, 4, 0]]}) == 1 + 2
     assert strayed([{}, {}], {}) == 0
 
 

@@ -10,7 +10,7 @@ LATENT = ("q_down", "q_norm", "q_up", "kv_down", "kv_norm", "kv_up")
 ATTENTION = ("norm1", "qkv", *LATENT, "proj", "norm2", "router", "shared")
 
 
-def pieces(job: Job, layer: Layer, arrived: int) -> tuple[Layer, Layer, Layer]:
+def pieces(job: Job, layer: Layer, arrived: int, samples: int) -> tuple[Layer, Layer, Layer]:
     """Up to the copies on their way, the experts, and from the copies that are back. What experts share is computed
     first. Indices are int64: which experts, and three orders. Of each copy an expert keeps the input, and its MLP's."""
     (c, h), spec, sizes, item = layer.output, job.spec, Decoder.of(job.spec, job.item), job.item
@@ -27,7 +27,7 @@ def pieces(job: Job, layer: Layer, arrived: int) -> tuple[Layer, Layer, Layer]:
             *(sizes.mlp_kernels(**whole) if shared else ()),
         ),
     )  # fmt: skip
-    of_sample = arrived / job.local_batch
+    of_sample = arrived / samples
     here = num // job.degree("ep")
     experts = piece(
         layer, "experts", "experts",

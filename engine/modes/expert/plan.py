@@ -47,11 +47,11 @@ def _program(job: Job, step: int, mesh: Mesh, rank: int) -> Program:
     whole = buckets(replicated(job), limit if step > 0 else None)
     ops = [chain.load(job.sample_bytes, batch), *(bucket_order(whole, axis) if step == 1 else [])]
     for layer in layers:
-        for item in forward(job, layer, arrivals(job, layer, group, place)):
+        for item in forward(job, layer, arrivals(job, layer, group, place, batch), batch):
             ops += chain.forward([item], batch) if isinstance(item, Layer) else [item]
     of_experts = 0
     for layer in reversed(layers):
-        for item in backward(job, layer, arrivals(job, layer, group, place)):
+        for item in backward(job, layer, arrivals(job, layer, group, place, batch), batch):
             ops += chain.backward([item], batch) if isinstance(item, Layer) else [item]
             if shared and mesh.degree("dp") > 1 and isinstance(item, Layer) and item.name.endswith(EXPERTS):
                 ops.append(_average(item))
@@ -71,44 +71,46 @@ def _average(experts: Layer) -> Op:
     return Op(kind="all_reduce", bytes=experts.param_bytes, asynchronous=True, **where)
 
 
-def arrivals(job: Job, layer: Layer, group: Sequence[int], place: int) -> int:
-    """Copies of tokens that all ranks of a group send to the experts of the rank at `place` in it."""
+def arrivals(job: Job, layer: Layer, group: Sequence[int], place: int, samples: int, turn: int = 0) -> int:
+    """Copies of tokens that all ranks of a group send to the experts of the rank at `place` in it, in a pass of so many
+    samples of each; it is the step's `turn`-th."""
     if job.routed is None or not num_experts(layer):
-        return _copies(job)
+        return _copies(job, samples)
     each = job.spec.experts // len(group)
-    return sum(sum(job.routed[rank][layer.name][place * each : (place + 1) * each]) for rank in group)
+    return sum(sum(job.routed[rank][layer.name][turn][place * each : (place + 1) * each]) for rank in group)
 
 
-def _copies(job: Job) -> int:
+def _copies(job: Job, samples: int) -> int:
     """Copies of tokens that a rank sends."""
-    return job.local_batch * job.spec.context * job.spec.top_k
+    return samples * job.spec.context * job.spec.top_k
 
 
 def parts(job: Job, kind: str, name: str) -> tuple[str, ...]:
     """Names of the pieces of layer `name` in a pass of this kind."""
     (layer,) = [layer for layer in job.layers if layer.name == name]
-    cut = (forward if kind == "forward" else backward)(job, layer, 0)
+    cut = (forward if kind == "forward" else backward)(job, layer, 0, 1)
     return tuple(item.name for item in cut if isinstance(item, Layer))
 
 
-def forward(job: Job, layer: Layer, arrived: int) -> Cut:
-    """A block to whose experts here `arrived` copies of tokens come. One rank has nothing to exchange."""
+def forward(job: Job, layer: Layer, arrived: int, samples: int) -> Cut:
+    """A block to whose experts here `arrived` copies of tokens come, and that has so many samples of its own. One rank
+    has nothing to exchange."""
     if job.degree("ep") == 1 or not num_experts(layer):
         return [layer]
-    attention, experts, combine = pieces(job, layer, arrived)
+    attention, experts, combine = pieces(job, layer, arrived, samples)
     counts = _all_to_all(layer, "counts", "control", INT64 * job.spec.experts)
     dispatch = piece(layer, "dispatch", output=(job.spec.context, job.spec.top_k * job.spec.hidden))
-    there = _all_to_all(layer, "dispatch", "tokens", _bytes(job, _copies(job)))
+    there = _all_to_all(layer, "dispatch", "tokens", _bytes(job, _copies(job, samples)))
     back = _all_to_all(layer, "combine", "tokens", _bytes(job, arrived))
     return [attention, counts, dispatch, there, experts, back, combine]
 
 
-def backward(job: Job, layer: Layer, arrived: int) -> Cut:
+def backward(job: Job, layer: Layer, arrived: int, samples: int) -> Cut:
     """The other way round; who sends how many is known by then."""
     if job.degree("ep") == 1 or not num_experts(layer):
         return [layer]
-    attention, experts, combine = pieces(job, layer, arrived)
-    there = _all_to_all(layer, "combine", "gradient", _bytes(job, _copies(job)))
+    attention, experts, combine = pieces(job, layer, arrived, samples)
+    there = _all_to_all(layer, "combine", "gradient", _bytes(job, _copies(job, samples)))
     back = _all_to_all(layer, "dispatch", "gradient", _bytes(job, arrived))
     return [combine, there, experts, back, attention]
 

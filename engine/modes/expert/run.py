@@ -86,7 +86,7 @@ def share_experts(chain: models.Chain, group: dist.ProcessGroup, recorder: Recor
     names of the parameters that this rank has and the others have not; a group of one shares nothing.
 
     The loss is the mean over the ranks' losses, and an expert sees the tokens of all of them: so its gradient is the
-    sum over the ranks, divided by their number, and is final.
+    sum over the ranks, divided by their number, and among them is final.
     """
     ranks = dist.get_world_size(group)
     if ranks == 1:
@@ -97,11 +97,9 @@ def share_experts(chain: models.Chain, group: dist.ProcessGroup, recorder: Recor
             continue
         each = block.num_experts // ranks
         first = dist.get_rank(group) * each
-        for expert in [name for name in block.experts if not first <= int(name) < first + each]:
-            del block.experts[expert]
-        for name, parameter in block.experts.named_parameters():
-            parameter.register_hook(lambda gradient: gradient / ranks)
-            names.append(f"{block.name}.experts.{name}")
+        for expert in [name for name, _ in block.experts.named_children() if not first <= int(name) < first + each]:
+            delattr(block.experts, expert)
+        names += [f"{block.name}.experts.{name}" for name, _ in block.experts.named_parameters()]
         block.elsewhere = Elsewhere(block, group, recorder)
     return names
 
@@ -113,7 +111,7 @@ class Elsewhere:
         self.block, self.group, self.recorder = block, group, recorder
 
     def __call__(self, tokens: torch.Tensor, order: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        ranks, each = dist.get_world_size(self.group), len(self.block.experts)
+        ranks, each = dist.get_world_size(self.group), len([*self.block.experts.children()])
         coming = torch.empty_like(counts)  # from each rank, for each of the experts here
         self.recorder.collective("all_to_all", counts.nbytes, axis="ep", payload="control")
         dist.all_to_all_single(coming, counts, group=self.group)
@@ -122,7 +120,10 @@ class Elsewhere:
         arrived = self._exchange(tokens[order], there, here)
         expert = torch.arange(each, device=coming.device).repeat(ranks).repeat_interleave(coming)
         by_expert = expert.argsort(stable=True)  # they come by rank
-        made = self.block.outputs(arrived, by_expert, coming.view(ranks, each).sum(0))
+        made = self.block.experts(arrived, by_expert, coming.view(ranks, each).sum(0))
+        if made.requires_grad:  # between the two, gradients are those of the mean over the ranks
+            made.register_hook(lambda gradient: gradient / ranks)
+            arrived.register_hook(lambda gradient: gradient * ranks)
         return self._exchange(made[by_expert.argsort()], here, there)
 
     def _exchange(self, copies: torch.Tensor, sent: list[int], got: list[int]) -> torch.Tensor:

@@ -19,6 +19,10 @@ def norm_sums(job: Job, mesh: Mesh, layers: Iterable[Layer]) -> list[tuple[str, 
     if job.spec.sequence_parallel:  # tensor ranks have them whole, and other tokens
         cut |= {f"{layer.name}.{norm}" for layer in job.layers for norm in norms_of(layer)}
     names = [f"{layer.name}.{name}" for layer in layers for name, _ in layer.params]
+    shared = job.degree("ep") > 1  # then each rank has experts of its own
+    experts = [name for name in names if shared and name.split(".")[1] == "experts"]
+    names = [name for name in names if name not in experts]
+    of_experts = [("fsdp", len(experts))] if experts and mesh.degree("fsdp") > 1 else []
     alike = Counter(name.rpartition(".")[0] in cut for name in names)  # in the order in which they are met
     sums = [
         (axis, count)
@@ -26,4 +30,4 @@ def norm_sums(job: Job, mesh: Mesh, layers: Iterable[Layer]) -> list[tuple[str, 
         for axis in ("fsdp", "tp")
         if mesh.degree(axis) > 1 and (on_tensor_ranks or axis == "fsdp")
     ]
-    return [*sums, *([("pp", 1)] if mesh.degree("pp") > 1 else [])]
+    return [*of_experts, *([("ep", 1)] if shared else []), *sums, *([("pp", 1)] if mesh.degree("pp") > 1 else [])]

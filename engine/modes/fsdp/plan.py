@@ -13,6 +13,7 @@ from engine.cost.machine import machine
 from engine.job import Job
 from engine.modes.fsdp.norms import norm_sums
 from engine.modes.fsdp.replicas import replicas_of
+from engine.modes.fsdp.turns import prefetched
 from engine.modes.fsdp.units import equal_ranks, gathered_bytes, padded_bytes, shard
 from engine.plan import Mesh, Op, Plan, Program
 from engine.shapes import Layer
@@ -34,12 +35,12 @@ def gathering_twice(job: Job, mesh: Mesh, units: Sequence[chain.Unit]) -> Plan:
 def passes_twice(job: Job, mesh: Mesh, units: Sequence[chain.Unit]) -> tuple[Passes, int]:
     """The passes, and the most bytes of whole layers at any time."""
     gathers = [gather(unit.layer, job, mesh) for unit in units]
-    following = [[], *gathers[:-1]]
+    ahead = [[op for other in others for op in gathers[other]] for others in prefetched(units)]
 
     def passes(synced: bool) -> list[Op]:
         ops = [*forward(job, mesh, units), *gathers[-1]]
-        for unit, ahead in zip(reversed(units), reversed(following), strict=True):
-            ops += [*ahead, *unit.backward, *(reduce(unit, job, mesh) if synced else ())]
+        for unit, gathered in zip(reversed(units), reversed(ahead), strict=True):
+            ops += [*gathered, *unit.backward, *(reduce(unit, job, mesh) if synced else ())]
         return ops
 
     ranks = mesh.degree("fsdp")
@@ -77,7 +78,7 @@ def reduce(unit: chain.Unit, job: Job, mesh: Mesh) -> list[Op]:
     layer, ranks, ops = unit.layer, mesh.degree("fsdp"), [*unit.sums]
     if ranks > 1:
         ops.append(_collective("reduce_scatter", layer, "gradient", "fsdp", gathered_bytes(layer, ranks), job))
-    if axis := replicas_of(mesh):
+    if axis := replicas_of(mesh, of_experts=unit.inner):
         ops.append(_collective("all_reduce", layer, "gradient", axis, padded_bytes(layer, ranks), job))
     return ops
 
@@ -89,16 +90,16 @@ def _collective(kind: str, layer: Layer, payload: str, axis: str, size: int, job
 def sharded(job: Job, mesh: Mesh, units: Sequence[chain.Unit], passes: Passes, *, gathered: int) -> Plan:
     """The passes of every micro-step, and the update of each rank's own shard. `gathered`: most bytes of whole layers
     at any time. Gradients that wait for the last micro-step wait whole, and become shards layer by layer after it."""
-    programs, roles = sharded_programs(job, mesh, units, passes, gathered=gathered)
+    programs, roles = sharded_programs(job, mesh, [unit.layer for unit in units], passes, gathered=gathered)
     names = tuple(layer.name for layer in job.layers)
     return Plan(mesh, tuple(programs), tuple(roles[shard_of(mesh, rank)] for rank in range(mesh.size)), names)
 
 
 def sharded_programs(
-    job: Job, mesh: Mesh, units: Sequence[chain.Unit], passes: Passes, *, gathered: int, tokens: str = ""
+    job: Job, mesh: Mesh, layers: Sequence[Layer], passes: Passes, *, gathered: int, tokens: str = ""
 ) -> tuple[list[Program], list[int]]:
     """Its programs, and which each coordinate on fsdp runs. `tokens`: in words those that are loaded, if not all."""
-    held = dict(enumerate(unit.layer for unit in units))
+    held = dict(enumerate(layers))
     steps = chain.microsteps(job, lambda k, synced: passes(synced))
     steps = [replace(op, part=tokens) if op.kind == "load" else op for op in steps]
     waits = job.microsteps > 1 and not job.spec.sync_every_microstep

@@ -2,12 +2,12 @@
 
 from engine.plan import Mesh
 
-REPLICATED = ("dp", "cp")  # along them equal shards meet; a mesh with several takes them as one
+REPLICATED = ("dp", "cp", "ep")  # along them equal shards meet; a mesh with several takes them as one
 
 
-def replicas_of(mesh: Mesh) -> str:
-    """The axis of those that have the same shards; none where nobody has."""
-    return "_".join(axis for axis in REPLICATED if axis in mesh.axes)
+def replicas_of(mesh: Mesh, *, of_experts: bool = False) -> str:
+    """The axis of those that have the same shards; none where nobody has. Along ep each has experts of its own."""
+    return "_".join(axis for axis in REPLICATED if axis in mesh.axes and not (of_experts and axis == "ep"))
 
 
 def is_shared(mesh: Mesh) -> bool:

@@ -16,6 +16,7 @@ from engine.job import Job
 from engine.real import models
 from engine.real.averaging import check_averages
 from engine.real.data import Batches
+from engine.real.meshes import Sharding
 from engine.real.recorder import Event, Recorder
 from engine.real.training import LocalTraining, Place
 
@@ -31,7 +32,7 @@ def training(job: Job, place: Place) -> LocalTraining:
 def sharded_training(job: Job, place: Place, mesh: DeviceMesh, *, reshard_after_forward: bool) -> LocalTraining:
     chain = models.build(job).to(place.device)
     chain.recorder = place.recorder
-    shard_layers(chain, mesh, reshard_after_forward=reshard_after_forward)
+    shard_layers(chain, Sharding(mesh), reshard_after_forward=reshard_after_forward)
     optimizer = models.make_optimizer(job, chain.parameters())
     batches = Batches(job, place.rank, place.world_size, place.device)
     local = LocalTraining(job, place, chain, chain, batches, optimizer)
@@ -39,21 +40,33 @@ def sharded_training(job: Job, place: Place, mesh: DeviceMesh, *, reshard_after_
     return local
 
 
-def shard_layers(chain: models.Chain, mesh: DeviceMesh, *, reshard_after_forward: bool, replicas: str = "dp") -> None:
-    """Every layer a unit of its own, and the chain as the root. `replicas`: the axis across which equal shards meet.
+def shard_layers(
+    chain: models.Chain, whole: Sharding, *, reshard_after_forward: bool, experts: Sharding | None = None
+) -> None:
+    """Every layer a unit of its own, and the chain as the root. `experts`: how those of a block are sharded, if not as
+    the rest of it.
 
     The hook that is put in front here comes after FSDP's, which is put in front of it, and before one that cuts the
     layer's input for tensor ranks.
     """
-    check_averages(mesh, next(chain.parameters()).device)
+    inner = {f"{name}.experts": layer.experts for name, layer in chain.named_children() if experts and _mixes(layer)}
+    for sharding in (whole, *([experts] if inner else [])):
+        check_averages(sharding.mesh, next(chain.parameters()).device)
     for name, layer in chain.named_children():
         layer.register_forward_pre_hook(_marks(chain, name), prepend=True)
+    for unit in inner.values():
+        fully_shard(unit, mesh=experts.mesh, reshard_after_forward=reshard_after_forward)
     for unit in [*chain.children(), chain]:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    for name, layer in chain.named_children():
+        fully_shard(unit, mesh=whole.mesh, reshard_after_forward=reshard_after_forward)
+    for name, layer in [*chain.named_children(), *inner.items()]:
         layer.set_custom_all_gather(AnnouncedAllGather(chain.recorder, name))
         layer.set_custom_reduce_scatter(MarkedReduceScatter())
-    chain.recorder.identify = functools.partial(identify, replicas=replicas)
+    of_experts = (experts or whole).replicas
+    chain.recorder.identify = functools.partial(identify, replicas=whole.replicas, of_experts=of_experts)
+
+
+def _mixes(layer: nn.Module) -> bool:
+    return isinstance(layer, models.MixtureBlock)
 
 
 class AnnouncedAllGather(DefaultAllGather):
@@ -76,7 +89,7 @@ class MarkedReduceScatter(DefaultReduceScatter):
             return super().__call__(*args, **kwargs)
 
 
-def identify(event: Event, replicas: str) -> tuple[str, str, str, str]:
+def identify(event: Event, replicas: str, of_experts: str) -> tuple[str, str, str, str]:
     """(kind, axis, payload, layer), by FSDP's marks around it: what was called, whatever the backend made of it.
 
     gloo's all-reduce for a reduce-scatter takes the same tensor, so the bytes seen are those of the call. What a layer
@@ -85,7 +98,7 @@ def identify(event: Event, replicas: str) -> tuple[str, str, str, str]:
     unit = next((found[1] for found in map(UNIT.fullmatch, event.inside) if found), "")
     if REDUCE_SCATTER in event.inside:
         return "reduce_scatter", "fsdp", "gradient", unit
-    return event.kind, replicas, "gradient", unit
+    return event.kind, of_experts if unit.endswith(".experts") else replicas, "gradient", unit
 
 
 def _marks(chain: models.Chain, name: str) -> Callable:

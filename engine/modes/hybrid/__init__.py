@@ -1,6 +1,7 @@
 """A mesh of several axes: replicas, shards, tensor ranks and pipeline stages at once."""
 
 from engine.lessons import PASSES, Lesson, Step
+from engine.plan import FLAT
 
 LESSON = Lesson(
     title="Hybrid: several parallelisms on one mesh",
@@ -52,11 +53,11 @@ LESSON = Lesson(
             "experts; what every rank of ep has, over all ranks.",
             kinds=("all_reduce",),
             payload="gradient",
-            axis=("dp", "cp", "dp_cp", "dp_ep"),
+            axis=("dp", "cp", "ep", *FLAT),
         ),
         Step("Update", "Every rank updates its own shard.", kinds=("optimizer",)),
     ),
     use="Models and clusters so large that one axis does not suffice: tp within a node, fsdp and pp between nodes.",
     limits="Each degree has the limits of its own parallelism, and their products must fit: heads by tp, layers by pp, "
-    "the batch by dp, fsdp, ep and microbatches. Experts can be shared out beside dp alone.",
+    "the batch by dp, fsdp, ep and microbatches. Experts cannot be shared out beside tp or cp.",
 )

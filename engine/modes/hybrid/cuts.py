@@ -2,40 +2,107 @@
 
 Cut for tensor ranks a layer's sums are all-reduces; where sequences are parallel too, they are gathers and scatters of
 tokens, and the gradients of norms, which have seen a part of the tokens, are summed over the tensor ranks. Where
-sequences are dealt out over cp, attention is cut as it is there, each tensor rank with the keys of its own heads.
+sequences are dealt out over cp, attention is cut as it is there, each tensor rank with the keys of its own heads. Where
+experts are shared out over ep, they are a unit of their own: other ranks have the same ones than of the rest.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from engine import chain
 from engine.job import Job
 from engine.modes.context import cuts as context
 from engine.modes.context.deal import span
+from engine.modes.expert import plan as expert
+from engine.modes.expert import shares
 from engine.modes.sequence import plan as sequence
 from engine.modes.tensor import plan as tensor
+from engine.modes.tensor import shards
 from engine.modes.tensor.cuts import Cut, Way, names_in, units
 from engine.modes.tensor.pieces import decoder
-from engine.modes.tensor.shards import held, piece
-from engine.plan import Op
-from engine.shapes import FP32, Layer
+from engine.modes.tensor.shards import piece
+from engine.plan import Mesh, Op
+from engine.shapes import FP32, Layer, num_experts
+
+
+class Seat(NamedTuple):
+    """Where a rank stands on axes along which not all ranks do the same."""
+
+    cp: int = 0
+    ep: int = 0
+    experts: tuple[int, ...] = ()  # the ranks of its group on ep
+
+
+def seat_of(mesh: Mesh, rank: int) -> Seat:
+    at = [mesh.coordinate(rank, axis) if mesh.has(axis) else 0 for axis in ("cp", "ep")]
+    return Seat(*at, mesh.group(rank, "ep") if mesh.has("ep") else (rank,))
+
+
+def held(job: Job, seat: Seat) -> tuple[Layer, ...]:
+    """The layers, with the shapes of what the rank holds of them before it is sharded."""
+    return shares.held(job, seat.ep) if job.degree("ep") > 1 else shards.held(job)
 
 
 def units_of(
-    job: Job, layers: Sequence[Layer], samples: int, place: int, *, stage: int | None = None, sent: bool = False
+    job: Job,
+    layers: Sequence[Layer],
+    samples: int,
+    seat: Seat,
+    *,
+    stage: int | None = None,
+    turn: int = 0,
+    sent: bool = False,
 ) -> list[chain.Unit]:
-    """Layers of `held`, as a rank at `place` on cp computes them; the job is that of `own_tokens`. `sent`: the last
-    output goes on to another stage."""
-    made = units(job, layers, samples, *ways(job, samples, place), stage=stage, sent=sent)
+    """Layers of `held`, as a rank computes them in a pass, the step's `turn`-th; the job is that of `own_tokens`.
+    `sent`: the last output goes on to another stage."""
+    if job.degree("ep") > 1:
+        return [unit for layer in layers for unit in _experts_apart(job, layer, samples, seat, stage, turn)]
+    made = units(job, layers, samples, *ways(job, samples, seat.cp), stage=stage, sent=sent)
     if not job.spec.sequence_parallel:
         return made
     return [replace(unit, sums=sequence.norm_gradients(unit.layer)) for unit in made]
 
 
-def parts(job: Job, kind: str, name: str, place: int) -> tuple[str, ...]:
+def _experts_apart(
+    job: Job, layer: Layer, samples: int, seat: Seat, stage: int | None, turn: int
+) -> Sequence[chain.Unit]:
+    """What comes before a block's experts, and these and what follows. Where tokens go is known of each pass."""
+    if not num_experts(layer):
+        return chain.units([layer], samples, stage=stage or 0, spec=job.spec)
+    arrived = expert.arrivals(job, layer, seat.experts, seat.ep, samples, turn)
+    ways = ((expert.forward, chain.forward), (expert.backward, chain.backward))
+    there, back = (
+        [_done(item, way, samples, stage) for item in cut(job, layer, arrived, samples)] for cut, way in ways
+    )
+    begins = next(i for i, op in enumerate(there) if op.part == f"{layer.name}{expert.EXPERTS}")
+    ends = next(i for i, op in enumerate(back) if op.part == f"{layer.name}{expert.EXPERTS}") + 1
+    rest, experts = [], []
+    for name, shape in layer.params:
+        (experts if name.startswith("experts.") else rest).append((name, shape))
+    return (
+        chain.Unit(replace(layer, params=tuple(rest)), tuple(there[:begins]), tuple(back[ends:])),
+        chain.Unit(
+            Layer(f"{layer.name}{expert.EXPERTS}", tuple(experts), 0, layer.output, 0, layer.item),
+            tuple(there[begins:]), tuple(back[:ends]), inner=True,
+        ),
+    )  # fmt: skip
+
+
+def _done(item: Layer | Op, way: Callable[..., list[Op]], samples: int, stage: int | None) -> Op:
+    """A piece, or an exchange of so many copies as there are."""
+    if isinstance(item, Op):
+        return replace(item, stage=stage)
+    (op,) = way([item], samples, stage=stage or 0)
+    return op
+
+
+def parts(job: Job, kind: str, name: str, *, seat: Seat) -> tuple[str, ...]:
     """Names of the pieces of layer `name` in a pass of this kind, for the recorder."""
-    (layer,) = [layer for layer in held(context.own_tokens(job)) if layer.name == name]
-    return names_in(job, layer, ways(job, 1, place), kind)
+    if job.degree("ep") > 1:
+        return expert.parts(job, kind, name)
+    (layer,) = [layer for layer in shards.held(context.own_tokens(job)) if layer.name == name]
+    return names_in(job, layer, ways(job, 1, seat.cp), kind)
 
 
 def output_of(job: Job, layer: Layer) -> Layer:
@@ -43,10 +110,10 @@ def output_of(job: Job, layer: Layer) -> Layer:
     return tensor.output_of(job, layer, (sequence if job.spec.sequence_parallel else tensor).forward)
 
 
-def tokens_of(job: Job, place: int) -> str:
+def tokens_of(job: Job, seat: Seat) -> str:
     """Which tokens a rank loads, in words; none where it loads all."""
     ranks = job.degree("cp")
-    return span(place, ranks, job.spec.context, job.spec.balance) if ranks > 1 else ""
+    return span(seat.cp, ranks, job.spec.context, job.spec.balance) if ranks > 1 else ""
 
 
 def ways(job: Job, samples: int, place: int) -> tuple[Way, Way]:

@@ -4,7 +4,7 @@ Sequences are dealt out over cp, layers cut for tensor ranks, and what is left o
 over dp and cp; or, in a pipeline, dealt out to stages first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from engine import chain
 from engine.job import Job
@@ -12,27 +12,36 @@ from engine.modes.context.cuts import own_tokens
 from engine.modes.expert import plan as expert
 from engine.modes.fsdp.plan import Passes, passes_twice, shard_of, sharded_programs
 from engine.modes.fsdp.replicas import is_shared
-from engine.modes.hybrid.cuts import tokens_of, units_of
+from engine.modes.hybrid.cuts import Seat, held, seat_of, tokens_of, units_of
 from engine.modes.hybrid.stages import in_stages
-from engine.modes.tensor.shards import held
 from engine.plan import AXES, Mesh, Op, Plan, Program
 from engine.presets import family
 
 
 def plan(job: Job, step: int) -> Plan:
     mesh, own = mesh_of(job), own_tokens(job)
-    if family(job.spec.model) == "moe":
+    if family(job.spec.model) == "moe" and set(mesh.axes) <= {"dp", "ep"}:
         return expert.on_mesh(job, mesh, step)
-    programs: list[Program] = []
-    roles: dict[tuple[int, int], list[int]] = {}  # (stage rank, place on cp) -> the program of each coordinate on fsdp
-    for place in range(job.degree("cp")):
-        for rank, (new, shards) in enumerate(
-            in_stages(own, mesh, place) if job.degree("pp") > 1 else [_whole(own, mesh, place)]
-        ):
-            roles[rank, place] = [len(programs) + i for i in shards]
-            programs += new
-    of_rank = (roles[_at(mesh, rank, "pp"), _at(mesh, rank, "cp")][shard_of(mesh, rank)] for rank in range(mesh.size))
-    return Plan(mesh, tuple(programs), tuple(of_rank), tuple(layer.name for layer in job.layers))
+    apart = job.routed is not None and job.degree("ep") > 1  # each rank gets tokens of its own number
+    made: dict[tuple[Seat, int], list[Program]] = {}  # (seat, rank of a pipeline) -> of each coordinate on fsdp
+    played: list[Program] = []
+    for rank in range(mesh.size):
+        seat, at = seat_of(mesh, rank) if apart else Seat(cp=_at(mesh, rank, "cp")), _at(mesh, rank, "pp")
+        if (seat, at) not in made:
+            made |= {(seat, i): new for i, new in _made(own, mesh, seat, [at] if apart else range(job.degree("pp")))}
+        played.append(made[seat, at][shard_of(mesh, rank)])
+    programs = {id(program): program for program in played}
+    number = {name: i for i, name in enumerate(programs)}
+    names = tuple(layer.name for layer in job.layers)
+    return Plan(mesh, tuple(programs.values()), tuple(number[id(program)] for program in played), names)
+
+
+def _made(job: Job, mesh: Mesh, seat: Seat, ranks: Iterable[int]) -> Iterator[tuple[int, list[Program]]]:
+    """For each of these ranks of a pipeline, or the one where there is none: the program of each coordinate on fsdp."""
+    for rank, (new, shards) in (
+        in_stages(job, mesh, seat, ranks) if job.degree("pp") > 1 else [(0, _whole(job, mesh, seat))]
+    ):
+        yield rank, [new[i] for i in shards]
 
 
 def mesh_of(job: Job) -> Mesh:
@@ -45,11 +54,12 @@ def _at(mesh: Mesh, rank: int, axis: str) -> int:
     return mesh.coordinate(rank, axis) if mesh.has(axis) else 0
 
 
-def _whole(job: Job, mesh: Mesh, place: int) -> tuple[list[Program], list[int]]:
-    """The programs of ranks at a place on cp with all layers, and which of them each coordinate on fsdp runs."""
-    units = units_of(job, held(job), job.local_batch, place)
+def _whole(job: Job, mesh: Mesh, seat: Seat) -> tuple[list[Program], list[int]]:
+    """The programs of ranks with all layers, and which of them each coordinate on fsdp runs."""
+    layers = held(job, seat)
+    units = units_of(job, layers, job.local_batch, seat)
     passes, gathered = passes_twice(job, mesh, units) if is_shared(mesh) else (_alone(units), 0)
-    return sharded_programs(job, mesh, units, passes, gathered=gathered, tokens=tokens_of(job, place))
+    return sharded_programs(job, mesh, layers, passes, gathered=gathered, tokens=tokens_of(job, seat))
 
 
 def _alone(units: Sequence[chain.Unit]) -> Passes:

@@ -3,79 +3,74 @@
 import functools
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from engine.job import Job
 from engine.modes.context.cuts import own_tokens
 from engine.modes.context.run import deal_out, look_around
 from engine.modes.expert.plan import all_ranks
-from engine.modes.expert.run import replicated
-from engine.modes.fsdp.replicas import REPLICATED, is_shared, replicas_of
+from engine.modes.expert.run import replicated, share_experts
 from engine.modes.fsdp.run import shard_layers
-from engine.modes.hybrid.cuts import output_of, parts
+from engine.modes.hybrid.cuts import held, output_of, parts, seat_of
 from engine.modes.hybrid.plan import mesh_of
 from engine.modes.pipeline.run import Pipeline
 from engine.modes.sequence import run as sequence
 from engine.modes.tensor import run as tensor
 from engine.modes.tensor.run import TensorTraining, cut_layers, lay_out_gradients
-from engine.modes.tensor.shards import held
-from engine.plan import AXES
+from engine.presets import family
 from engine.real import models
 from engine.real.data import Batches
 from engine.real.functional import announce
 from engine.real.layered_stage import LayeredStage
+from engine.real.meshes import Meshes
 from engine.real.training import Place, Training, forget_forward
+from engine.settings import DATA_AXES
 
 
 def training(job: Job, place: Place) -> Training:
-    mesh, alike = meshes(job, place.device.type)
-    replica = mesh.get_local_rank("dp") * job.degree("fsdp") + mesh.get_local_rank("fsdp")
-    batches = Batches(job, replica, job.replicas, place.device)
-    recorder, at = place.recorder, mesh.get_local_rank("cp")
-    recorder.mesh = mesh_of(job)
-    if job.spec.model == "moe":
-        return replicated(job, place, mesh.get_group("ep"), axis=all_ranks(mesh_of(job)), copies=mesh.get_group("dp"))
+    axes, recorder = mesh_of(job), place.recorder
+    meshes = Meshes(job, axes, place.device.type)
+    recorder.mesh = axes
+    if family(job.spec.model) == "moe" and set(axes.axes) <= {"dp", "ep"}:
+        groups = [meshes.every.get_group(axis) for axis in ("ep", "dp")]
+        return replicated(job, place, groups[0], axis=all_ranks(axes), copies=groups[1])
     if job.degree("tp") > 1:
         announce(recorder, "tp")
-    if job.degree("tp") > 1 or job.degree("cp") > 1:
-        recorder.parts = functools.cache(lambda kind, layer: parts(job, kind, layer, at))
-    deal_out(batches, job, mesh.get_group("cp"))
+    recorder.parts = functools.cache(functools.partial(parts, job, seat=seat_of(axes, place.rank)))
+    batches = Batches(job, _replica(job, meshes.every), job.replicas, place.device)
+    deal_out(batches, job, meshes.every.get_group("cp"))
     if job.degree("pp") > 1:
-        return MeshPipeline(job, place, batches, mesh, alike)
+        return MeshPipeline(job, place, batches, meshes)
     chain = models.build(job).to(place.device)
     chain.recorder = recorder
-    distribute(chain, job, mesh, alike, reshard_after_forward=True)
-    return TensorTraining(job, place, chain, chain, batches, models.make_optimizer(job, chain.parameters()))
+    own = distribute(chain, job, meshes, reshard_after_forward=True)
+    local = TensorTraining(job, place, chain, chain, batches, models.make_optimizer(job, chain.parameters()))
+    if job.degree("ep") > 1:
+        local.norm_groups, local.norm_names = {"ep": meshes.every.get_group("ep")}, {"ep": own}
+    return local
 
 
-def meshes(job: Job, device: str) -> tuple[DeviceMesh, DeviceMesh]:
-    """All axes; and, in a mesh of the same ranks, those along which shards are alike as one, before those of fsdp and
-    tp. FSDP wants its axes and tp's in one mesh, its replicas on one axis, and that one first."""
-    every = init_device_mesh(device, tuple(job.degree(axis) for axis in AXES), mesh_dim_names=AXES)
-    if job.degree("cp") == 1:
-        return every, every
-    order = [*(axis for axis in AXES if axis not in (*REPLICATED, "fsdp", "tp")), *REPLICATED, "fsdp", "tp"]
-    ranks = every.mesh.permute([AXES.index(axis) for axis in order])
-    ranks = ranks.reshape(-1, job.degree("dp") * job.degree("cp"), job.degree("fsdp"), job.degree("tp"))
-    names = ("stages", replicas_of(mesh_of(job)), "fsdp", "tp")
-    return every, DeviceMesh(device, ranks, mesh_dim_names=names)
+def _replica(job: Job, mesh: DeviceMesh) -> int:
+    """Which part of the batch is this rank's."""
+    replica = 0
+    for axis in DATA_AXES:
+        replica = replica * job.degree(axis) + mesh.get_local_rank(axis)
+    return replica
 
 
-def distribute(
-    chain: models.Chain, job: Job, mesh: DeviceMesh, alike: DeviceMesh, *, reshard_after_forward: bool
-) -> None:
-    """Layers that see some tokens, cut for tensor ranks; and what this rank has of them sharded over fsdp and
-    replicated over dp and cp."""
-    look_around(chain, job, mesh.get_group("cp"), chain.recorder)
+def distribute(chain: models.Chain, job: Job, meshes: Meshes, *, reshard_after_forward: bool) -> list[str]:
+    """Layers that see some tokens and have some experts, cut for tensor ranks; and what this rank has of them sharded
+    over fsdp and replicated. Returns the names of the parameters that others on ep have not."""
+    look_around(chain, job, meshes.every.get_group("cp"), chain.recorder)
+    own = share_experts(chain, meshes.every.get_group("ep"), chain.recorder)
     if job.degree("tp") > 1:
         here = [name for name, _ in chain.named_children()]
         layouts = (sequence if job.spec.sequence_parallel else tensor).layouts(job)
-        cut_layers(chain, alike["tp"], {n: layout for n, layout in layouts.items() if n.split(".")[0] in here})
-    if is_shared(mesh_of(job)):
-        replicas = replicas_of(mesh_of(job))
-        axes = (replicas, "fsdp") if replicas else ("fsdp",)
-        shard_layers(chain, alike[axes], replicas=replicas, reshard_after_forward=reshard_after_forward)
+        cut_layers(chain, meshes.tp, {n: layout for n, layout in layouts.items() if n.split(".")[0] in here})
+    if meshes.layers is not None:
+        shard_layers(chain, meshes.layers, experts=meshes.experts, reshard_after_forward=reshard_after_forward)
+    return own
 
 
 def _own_storage(chain: models.Chain, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
@@ -92,15 +87,18 @@ class MeshPipeline(Pipeline):
 
     stage_class = LayeredStage
 
-    def __init__(self, job: Job, place: Place, batches: Batches, mesh: DeviceMesh, alike: DeviceMesh):
-        self.meshes, self.own = (mesh, alike), own_tokens(job)
-        super().__init__(job, place, batches, mesh.get_group("pp"))
-        self.norm_groups = {"pp": self.group}  # the other axes' DTensors sum over those themselves
+    def __init__(self, job: Job, place: Place, batches: Batches, meshes: Meshes):
+        self.meshes, self.seat, self.norm_names = meshes, seat_of(mesh_of(job), place.rank), {}
+        super().__init__(job, place, batches, meshes.every.get_group("pp"))
+        axes = ("ep", "pp") if job.degree("ep") > 1 else ("pp",)  # others' DTensors sum over those themselves
+        self.norm_groups = {axis: meshes.every.get_group(axis) for axis in axes}
 
     def prepared(self, chain: models.Chain) -> models.Chain:
         chain = super().prepared(chain)
         chain.register_forward_hook(_own_storage)
-        distribute(chain, self.job, *self.meshes, reshard_after_forward=False)
+        own = distribute(chain, self.job, self.meshes, reshard_after_forward=False)
+        if self.job.degree("ep") > 1:
+            self.norm_names.setdefault("ep", []).extend(own)
         return chain
 
     def make_gradients(self, step: int) -> float | None:
@@ -119,4 +117,5 @@ class MeshPipeline(Pipeline):
             return super()._pass(inputs, targets)
 
     def output_of(self, stage: int) -> tuple[int, ...]:
-        return output_of(self.own, held(self.own)[self.job.stage_layers[stage][-1]]).output
+        own = own_tokens(self.job)
+        return output_of(own, held(own, self.seat)[self.job.stage_layers[stage][-1]]).output

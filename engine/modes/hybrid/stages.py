@@ -6,20 +6,19 @@ lose its gradients, since FSDP puts other parameters in the place of those that 
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, product
 
 from engine import chain, schedules
 from engine.job import Job
 from engine.modes.fsdp.plan import gather, reduce, sharing
 from engine.modes.fsdp.replicas import is_shared
 from engine.modes.fsdp.units import gathered_bytes
-from engine.modes.hybrid.cuts import output_of, tokens_of, units_of
+from engine.modes.hybrid.cuts import Seat, held, output_of, tokens_of, units_of
 from engine.modes.pipeline.memory import beside
 from engine.modes.pipeline.passes import samples_of
 from engine.modes.pipeline.plan import ONE_STAGE, load
-from engine.modes.tensor.shards import held
 from engine.plan import Mesh, Op, Program
 from engine.schedules import Action, messages
 from engine.schedules.gathers import add_gathers
@@ -28,23 +27,31 @@ from engine.shapes import Layer
 Passes = dict[tuple[str, int], Sequence[Op]]  # (kind, stage) -> its ops
 
 
-def in_stages(job: Job, mesh: Mesh, place: int) -> Iterator[tuple[list[Program], list[int]]]:
-    """For each rank of the pipeline at `place` on cp: its programs, and which of them each coordinate on fsdp runs."""
-    spec, layers, samples = job.spec, held(job), samples_of(job)
+def in_stages(
+    job: Job, mesh: Mesh, seat: Seat, ranks: Iterable[int]
+) -> Iterator[tuple[int, tuple[list[Program], list[int]]]]:
+    """For each of these ranks of a pipeline: its programs, and which of them each coordinate on fsdp runs."""
+    spec, layers, samples = job.spec, held(job, seat), samples_of(job)
     shape = (spec.schedule, job.degree("pp"), spec.stages_per_rank)
     placement, pipelines = schedules.placement(*shape), schedules.pipelines(*shape)
     rank_of = schedules.ranks_of(placement)
     ends = [output_of(job, layers[stage[-1]]) for stage in job.stage_layers]
     sizes = {stage: layer.output_bytes * samples for stage, layer in enumerate(ends)}
     rows = rows_of(spec.schedule, job.degree("pp"), spec.microbatches, spec.stages_per_rank)
-    for rank, stages in enumerate(placement):
+    for rank in ranks:
+        stages = placement[rank]
         stage_of = {i: stage for stage in stages for i in job.stage_layers[stage]}
         kept = {i: layers[i] for i in sorted(stage_of)}
         passes: Passes = {}
         for stage in stages:
-            passes |= _passes(job, mesh, layers, stage, sizes[stage], place)
+            passes |= _passes(job, mesh, layers, stage, sizes[stage], seat)
         row = _gathering_first(rows[rank], passes) if spec.schedule in ONE_STAGE else rows[rank]
-        before = [replace(op, part=tokens_of(job, place)) for op in load(job, stages, pipelines)]
+        if job.routed is not None and job.degree("ep") > 1:
+            for stage, turn in product(stages, range(spec.microbatches)):
+                of_turn = _passes(job, mesh, layers, stage, sizes[stage], seat, turn)
+                passes |= {(_turned(kind, turn), stage): ops for (kind, stage), ops in of_turn.items()}
+            row = [action._replace(kind=_turned(action.kind, action.microbatch)) for action in row]
+        before = [replace(op, part=tokens_of(job, seat)) for op in load(job, stages, pipelines)]
         sums = [] if is_shared(mesh) else [op for stage in stages for op in passes["sums", stage]]
 
         def ops(update: Sequence[Op], row=row, passes=passes, before=before, sums=sums) -> Sequence[Op]:
@@ -52,7 +59,12 @@ def in_stages(job: Job, mesh: Mesh, place: int) -> Iterator[tuple[list[Program],
 
         memory = _memory(job, mesh, kept) | beside(job, stages, pipelines, ends)
         several = tuple(stage_of[i] for i in kept) if len(stages) > 1 else ()
-        yield sharing(job, mesh, kept, ops, memory, several)
+        yield rank, sharing(job, mesh, kept, ops, memory, several)
+
+
+def _turned(kind: str, turn: int | None) -> str:
+    """A pass of one microbatch, which is like no other: where tokens go is decided in each."""
+    return f"{kind} of {turn}" if kind.startswith(("forward", "backward")) else kind
 
 
 @functools.lru_cache(maxsize=16)  # many jobs have one schedule, and its numbers
@@ -63,7 +75,7 @@ def rows_of(schedule: str, ranks: int, microbatches: int, stages_per_rank: int) 
     return messages.add_late(order if schedule in ONE_STAGE else add_gathers(order), pipelines)
 
 
-def _passes(job: Job, mesh: Mesh, whole: Sequence[Layer], stage: int, sent: int, place: int) -> Passes:
+def _passes(job: Job, mesh: Mesh, whole: Sequence[Layer], stage: int, sent: int, seat: Seat, turn: int = 0) -> Passes:
     """What a stage does for a microbatch, and once in a step.
 
     A backward's two halves share its FLOPs; the weights' half needs nobody. A first stage leaves all to that half. The
@@ -71,7 +83,7 @@ def _passes(job: Job, mesh: Mesh, whole: Sequence[Layer], stage: int, sent: int,
     """
     layers = [whole[i] for i in job.stage_layers[stage]]
     is_sent = stage < len(job.stages) - 1
-    cut = units_of(job, layers, samples_of(job), place, stage=stage, sent=is_sent)
+    cut = units_of(job, layers, samples_of(job), seat, stage=stage, turn=turn, sent=is_sent)
     if is_sent:  # its output is kept by who gets it (`beside`)
         cut[-1] = replace(cut[-1], forward=_without(cut[-1].forward, sent))
     backward = [op for unit in reversed(cut) for op in unit.backward]

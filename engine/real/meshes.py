@@ -1,0 +1,55 @@
+"""A job -> its DeviceMesh, and the same ranks laid out once more as FSDP wants them.
+
+FSDP wants its replicas on one axis, before that of its shards, and both in one mesh with the axis of tensor ranks.
+Flattening a slice of the first mesh would do it, and is deprecated: so the ranks lie a second time on a mesh of fewer
+axes, in which those along which shards are alike are one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from engine.job import Job
+from engine.modes.fsdp.replicas import REPLICATED, is_shared, replicas_of
+from engine.plan import AXES, Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """Over which ranks something is sharded, and the axis across which equal shards meet, if there is one."""
+
+    mesh: DeviceMesh
+    replicas: str = "dp"
+
+
+class Meshes:
+    def __init__(self, job: Job, mesh: Mesh, device: str):
+        """`mesh`: the axes that have more than one coordinate."""
+        self.every = init_device_mesh(device, [job.degree(axis) for axis in AXES], mesh_dim_names=AXES)
+        replicas = replicas_of(mesh)
+        self.whole = self.every if replicas in ("", "dp") else self._joined(job, replicas)
+        self.tp = self.whole["tp"]
+        self.layers = self._sharding(self.whole, replicas) if is_shared(mesh) else None
+        self.experts: Sharding | None = None
+        if job.degree("ep") > 1:
+            self.experts = self._sharding(self._of_experts(), replicas_of(mesh, of_experts=True))
+
+    def _joined(self, job: Job, replicas: str) -> DeviceMesh:
+        """(all other axes, those of REPLICATED as one, fsdp, tp)"""
+        order = [*(axis for axis in AXES if axis not in (*REPLICATED, "fsdp", "tp")), *REPLICATED, "fsdp", "tp"]
+        ranks = self.every.mesh.permute([AXES.index(axis) for axis in order])
+        degrees = (math.prod(map(job.degree, REPLICATED)), job.degree("fsdp"), job.degree("tp"))
+        names = ("rest", replicas, "fsdp", "tp")
+        return DeviceMesh(self.every.device_type, ranks.reshape(-1, *degrees), mesh_dim_names=names)
+
+    def _of_experts(self) -> DeviceMesh:
+        """The ranks that have the same experts. Of the same groups as the rest, since calls in one keep their order."""
+        groups = [self.every.get_group("dp"), self.whole.get_group("fsdp")]
+        ranks, names = self.every["dp", "fsdp"].mesh, ("dp", "fsdp")
+        return DeviceMesh.from_group(groups, self.every.device_type, mesh=ranks, mesh_dim_names=names)
+
+    def _sharding(self, mesh: DeviceMesh, replicas: str) -> Sharding:
+        return Sharding(mesh[(replicas, "fsdp") if replicas else ("fsdp",)], replicas)
