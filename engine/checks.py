@@ -26,8 +26,10 @@ from engine.settings import (
     MODEL_REASONS,
     ONE_BUCKET_MB,
     ONE_PROCESS_MODES,
+    OWN_MICROBATCHES,
     PIPELINE_SETTINGS,
     PLANNED_ONLY,
+    ROUTED_EACH_PASS,
     SEVERAL_STAGES,
     SPLIT_BACKWARD,
     STAGE_MODES,
@@ -68,6 +70,9 @@ def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
         raise _experts_left(spec)
     if spec.mode == "hsdp":
         return _check_degrees(spec)
+    if spec.mode == "hybrid" and spec.accumulate > 1 and (spec.pp > 1 or family(spec.model) == "moe"):
+        reason = OWN_MICROBATCHES if spec.pp > 1 else ROUTED_EACH_PASS
+        raise SpecError("option_of_mode", "accumulate", spec.accumulate, mode="hybrid", reason=reason)
     if spec.mode == "hybrid" and spec.pp == 1:
         return _without_pipeline(spec)
     if spec.mode == "hybrid":

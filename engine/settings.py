@@ -71,7 +71,7 @@ MODE_SETTINGS = {
 # Options of the training itself: the default, and the modes that have them.
 REPLICA_MODES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")  # each rank runs whole passes, and gradients are reduced
 OPTIONS = {
-    "accumulate": (1, ("single", *REPLICA_MODES, "local_sgd")),
+    "accumulate": (1, ("single", *REPLICA_MODES, "local_sgd", "hybrid")),  # a hybrid: planned
     "sync_every_microstep": (False, REPLICA_MODES),
     "compress": ("none", ("ddp",)),
     "compress_rank": (None, ("ddp",)),  # of powersgd alone
@@ -83,18 +83,18 @@ for _option, (_default, _modes) in OPTIONS.items():
     for _mode in _modes:
         MODE_SETTINGS[_mode][_option] = _default
 # Why a mode has not got an option that one might look for there.
-_OWN_MICROBATCHES = "a pipeline adds up the gradients of its microbatches as it is"
+OWN_MICROBATCHES = "a pipeline adds up the gradients of its microbatches as it is"
 _WHOLE_BATCH = "all of its devices work on the same samples, and nothing is saved by cutting them"
-_ROUTED = "where tokens go is decided in each pass, and is planned for one pass a step"
+ROUTED_EACH_PASS = "where tokens go is decided in each pass, and is planned for one pass a step"
 _SCATTERED = "it scatters the batch anew in every pass"
 REASONS = {
     "accumulate": {
-        "pipeline": _OWN_MICROBATCHES,
+        "pipeline": OWN_MICROBATCHES,
         "layer_split": _WHOLE_BATCH,
         "tensor": _WHOLE_BATCH,
         "sequence": _WHOLE_BATCH,
         "context": _WHOLE_BATCH,
-        "expert": _ROUTED,
+        "expert": ROUTED_EACH_PASS,
         "data_parallel": _SCATTERED,
     },
     "recompute": {
@@ -165,6 +165,8 @@ def planned_only(spec: Spec) -> str | None:
     if spec.model in PRESETS:
         return "model"
     of_sizes = next((name for name in (*PLANNED_SIZES, *PLANNED_EXPERTS) if getattr(spec, name) is not None), None)
+    if spec.mode == "hybrid" and (spec.accumulate or 1) > 1:
+        return "accumulate"
     in_fp32 = spec.mode in FP32_MODES and spec.precision not in (None, "fp32")
     return of_sizes or ("precision" if in_fp32 or spec.precision in PLANNED_PRECISIONS else None)
 

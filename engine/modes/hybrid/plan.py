@@ -57,7 +57,7 @@ def _at(mesh: Mesh, rank: int, axis: str) -> int:
 def _whole(job: Job, mesh: Mesh, seat: Seat) -> tuple[list[Program], list[int]]:
     """The programs of ranks with all layers, and which of them each coordinate on fsdp runs."""
     layers = held(job, seat)
-    units = units_of(job, layers, job.local_batch, seat)
+    units = units_of(job, layers, job.micro_batch, seat)
     passes, gathered = passes_twice(job, mesh, units) if is_shared(mesh) else (_alone(units), 0)
     return sharded_programs(job, mesh, layers, passes, gathered=gathered, tokens=tokens_of(job, seat))
 
