@@ -41,6 +41,8 @@ def parser() -> Parser:
             sub.add_argument("run_id", help="a run's id, or 'last'")
         if name == "show":
             sub.add_argument("--plan", action="store_true", help="print what every rank was planned to do")
+        if name == "calibrate":
+            sub.add_argument("--quick", action="store_true", help="measure less, and less exactly: for tests")
         if name == "export":
             sub.add_argument("--format", default="perfetto", help=", ".join(commands.FORMATS))
             sub.add_argument("--output", help="the file to write (default: RUN_ID and the format's ending)")
@@ -67,7 +69,7 @@ def _check_words(words: list[str]) -> None:
     """A misspelt option is answered with the ones most like it, which argparse does not do."""
     known = {"--" + f.name.replace("_", "-") for f in dataclasses.fields(Spec)}
     known |= {"--json", "--spec", "--runs-dir", "--format", "--output", "--plan", "--language", "--help"}
-    known |= {"--samples", "--batch", "--wrong", "--rows"}
+    known |= {"--samples", "--batch", "--wrong", "--rows", "--quick"}
     for word in words:
         name = word.partition("=")[0]
         if name.startswith("--") and len(name) > 2 and name not in known:

@@ -54,24 +54,29 @@ def new_run(runs_dir: str | Path, job: Job, launcher_pid: int | None = None) -> 
         except FileExistsError:
             continue
     write_json(run_dir / "spec.json", job.spec.to_dict())
-    write_json(
-        run_dir / "status.json",
-        {
-            "run_id": run_id,
-            "state": "starting",
-            "mode": job.spec.mode,
-            "devices": job.spec.devices,
-            "processes": job.processes,
-            "created": now,
-            "updated": now,
-            "launcher_pid": launcher_pid,
-            "launcher_start": None if launcher_pid is None else process_start(launcher_pid),
-            "worker_pids": [],
-            "total_steps": job.steps,
-            "error": None,
-        },
-    )
+    who = {"mode": job.spec.mode, "devices": job.spec.devices, "total_steps": job.steps}
+    status = first_status(run_id, processes=job.processes, launcher_pid=launcher_pid, **who)
+    write_json(run_dir / "status.json", status)
     return run_dir
+
+
+def first_status(run_id: str, *, processes: int, launcher_pid: int | None = None, **who: Any) -> dict[str, Any]:
+    """Of something that a launcher is asked for. `who`: its mode, devices and total_steps, where it trains."""
+    now = time.time()
+    return {
+        "run_id": run_id,
+        "state": "starting",
+        "mode": None,
+        "devices": processes,
+        "processes": processes,
+        "created": now,
+        "updated": now,
+        "launcher_pid": launcher_pid,
+        "launcher_start": None if launcher_pid is None else process_start(launcher_pid),
+        "worker_pids": [],
+        "total_steps": 0,
+        "error": None,
+    } | who
 
 
 def write_json(path: str | Path, value: Any) -> None:

@@ -17,8 +17,10 @@ from typing import Any
 import engine
 import engine.validate.report
 import engine.validate.tables
-from engine import archive, checkpoints, export, modes, notation, sampling, tables
+from engine import archive, calibration_table, checkpoints, export, modes, notation, sampling, tables
 from engine.analysis import stragglers, traces
+from engine.calibrate import QUICK, CalibrationError, Effort, Measuring
+from engine.cost import calibration
 from engine.job import count_gpus, lacks_compiler, prepare
 from engine.launch import LauncherError, open_handle, start
 from engine.rules import SpecError
@@ -207,6 +209,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "gpus": count_gpus(),
         "torch_compile_lacks": lacks_compiler(),
+        "calibration": calibration.told(),
     }
     try:
         spec = Spec(mode="ddp", devices=2, model="mlp", dataset="synthetic", steps=3, device="cpu")
@@ -222,6 +225,29 @@ def doctor(arguments: argparse.Namespace) -> int:
     return 0 if report["ok"] else 1
 
 
+def calibrate(arguments: argparse.Namespace) -> int:
+    """Measure this machine (about 20 s), for predictions on the machine `local`"""
+    path = calibration.place()
+    if path is None:
+        raise SpecError("cannot_write", calibration.VARIABLE, "none")
+    effort = Effort() if not arguments.quick else QUICK
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with calibration_table.progress(show=not arguments.json) as tell:
+            made = Measuring(effort, tell).run()
+    except KeyboardInterrupt:
+        print("error: stopped; nothing was stored, and what was stored before still holds", file=sys.stderr)
+        return 1
+    except (CalibrationError, LauncherError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    calibration.store(made, path)
+    if arguments.json:
+        return _print_json(made.to_dict() | {"path": str(path)})
+    print(calibration_table.calibration(made, path))
+    return 0
+
+
 COMMANDS = {
     "modes": show_modes,
     "simulate": simulate,
@@ -232,6 +258,7 @@ COMMANDS = {
     "show": show,
     "export": export_run,
     "stragglers": find_stragglers,
+    "calibrate": calibrate,
     "doctor": doctor,
 }
 

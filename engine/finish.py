@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from engine import checkpoints, modes
+from engine.accuracy import accuracy, without_waiting
 from engine.analysis.shares import (
     bubble_fraction,
     bubble_over_ideal,
@@ -24,6 +25,8 @@ from engine.analysis.shares import (
 from engine.analysis.summary import nothing, of_run
 from engine.archive import read_json, read_status, read_steps, write_json
 from engine.conform import conform
+from engine.cost import calibration
+from engine.cost.calibration import num_cores
 from engine.cost.memory import CATEGORIES, METHOD, errors
 from engine.health import local_losses, memory_growth, repeated_orders
 from engine.job import Job, prepare
@@ -50,7 +53,8 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
     timeline = Timeline.of(settle(spans), "measured", job.spec.devices)
     timeline.save(folder / "timeline.parquet")
     steady = range(min(FIRST_STEADY_STEP, max(done - 1, 0)), done)
-    step_time = median([_step_seconds(steps, s) for s in steady]) if done else None
+    step_times = [_step_seconds(steps, s) for s in steady] if done else []
+    step_time = median(step_times) if done else None
     whole = timeline.where(timeline["step"] < done)
     validation = folder / "validation.json"
     prediction = predict(job.spec)
@@ -77,6 +81,7 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
         "validation_accuracy": read_json(validation)["accuracy"] if validation.exists() else None,
         "parity": _parity(folder, job, state, done),
         "conformance": conformance,
+        "accuracy": _accuracy(job, prediction, whole, steps, step_times, steady),
         "expert_tokens": _expert_tokens(job, routed),
         "memory": _memory(folder, job, prediction),
         "peak_memory": _peak_memory(job, steps),
@@ -190,6 +195,38 @@ def _analysis(
         return nothing(conformance["reason"] or "the ops measured are not those planned")
     crowded = job.spec.device != "cuda" and job.processes > (os.cpu_count() or 1)
     return of_run(timeline, lambda s: modes.plan(replace(job, routed=routed[s]), s), seen, crowded=crowded)
+
+
+def _accuracy(
+    job: Job,
+    prediction: Prediction,
+    timeline: Timeline,
+    steps: list[list[dict]],
+    step_times: list[float],
+    steady: range,
+) -> dict[str, Any] | None:
+    """Predicted against measured; of a run on this machine's cores by what is predicted for the machine `local`, and of
+    one on GPUs for the machine that was asked for. None where that machine is no device's: nothing is compared."""
+    on_cpu = job.spec.device == "cpu"
+    if not on_cpu and job.spec.machine == "local":
+        return None
+    if on_cpu and job.spec.machine != "local":
+        prediction = predict(job.spec.with_(machine="local"))
+    simulation, counted = prediction.simulation, timeline.where(timeline["step"] >= steady.start).in_turn()
+    waits = [row.get("waited") for rows in steps for row in rows[steady.start : steady.stop]]
+    waited = None if not waits or None in waits else sum(waits) / len(waits)
+    found = accuracy(
+        prediction.timeline,
+        without_waiting(counted, prediction.plan.mesh),
+        step_times=step_times,
+        predicted_step_time=prediction.step_time,
+        waited=waited,
+        predicted_waited=sum(simulation.per_rank(simulation.waited)) / job.spec.devices,
+        ranks=job.processes,
+        cores=num_cores(),
+    )
+    source = calibration.find().source if on_cpu else None
+    return {"machine": "local" if on_cpu else job.spec.machine, "calibration": source, **found}
 
 
 def _parity(folder: Path, job: Job, state: str, done: int) -> dict[str, Any]:

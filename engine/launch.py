@@ -81,10 +81,13 @@ class Launcher:
         with self._lock:
             process = self._living()
             run_dir = archive.new_run(runs_dir, job, launcher_pid=process.pid).absolute()
-            # When it died this instant, the run's status names its pid, and so reads as failed.
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(json.dumps({"start": str(run_dir)}).encode() + b"\n")
+            _ask(process, run_dir)
         return Handle(run_dir)
+
+    def begin(self, run_dir: Path) -> None:
+        """Ask for what a folder with a first status asks of this launcher's worker."""
+        with self._lock:
+            _ask(self._living(), run_dir)
 
     def close(self) -> None:
         """End the process and all of its runs."""
@@ -124,6 +127,12 @@ class Launcher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _ask(process: subprocess.Popen, run_dir: Path) -> None:
+    # When it died this instant, the run's status names its pid, and so reads as failed.
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(json.dumps({"start": str(run_dir)}).encode() + b"\n")
 
 
 @functools.cache

@@ -15,10 +15,12 @@ from engine.analysis.shares import (
     overlap_fraction,
 )
 from engine.analysis.summary import summary as summarise
+from engine.cost.local import run_by
 from engine.cost.machine import Machine, machine
 from engine.job import Job, prepare
 from engine.plan import Plan
 from engine.schedules import given
+from engine.settings import degrees
 from engine.simulate import Simulation, simulate
 from engine.spec import Spec
 from engine.timeline import Timeline
@@ -81,5 +83,6 @@ class Prediction:
 def predict(spec: Spec, *, on: Machine | None = None) -> Prediction:
     """`on`: a machine other than the one that the spec names. Raises SpecError for a wrong setting."""
     job = prepare(spec)
-    on = (on or machine(job.spec.machine)).at(job.spec.precision)
-    return Prediction(job, simulate(modes.plan(job), on, slow.of_spec(job.spec)))
+    spec = job.spec
+    on = (on or machine(spec.machine)).at(spec.precision).running(run_by(spec.mode, degrees(spec)), spec.precision)
+    return Prediction(job, simulate(modes.plan(job), on, slow.of_spec(spec)))

@@ -151,6 +151,12 @@ RULES = {
     "resume_parameters": "The checkpoint {value} is of another model: these parameters differ: {parameters}.",
     "resume_ends": "{setting} counts from the beginning of the training, and {run} has done {done} steps already; "
     "{setting} is {value}.",
+    "bad_calibration": "The calibration in {setting} cannot be read: {value}.",
+    "foreign_calibration": "A calibration holds for the machine that it was measured on; this one is of another "
+    "({setting} {value}, here {here}).",
+    "stale_calibration": "A calibration holds as long as the machine and torch are as they were; {setting} was "
+    "{value}, and is {here}.",
+    "old_calibration": "A calibration holds for {high} days; this one is {value} days old.",
     "bad_run_id": "A run id is letters, digits, dashes and underscores; {value} is not.",
     **SENTENCES,
 }

@@ -11,6 +11,7 @@ import numpy as np
 from engine.columns import Ops
 from engine.cost.collectives import busy_cores, communication_seconds, rounds_and_bytes
 from engine.cost.compute import compute_seconds
+from engine.cost.local import local_leads, local_seconds
 from engine.cost.machine import Machine
 from engine.cost.memory import by_category
 from engine.cost.sharing import Cores, share
@@ -28,7 +29,8 @@ class Simulation:
     """One predicted step of `plan`, whose ranks of one role do the same at the same times. Lists have one entry a role.
 
     `start` and `end` are seconds, one entry a node of `graph`, which knows what a node waited for: the node before it
-    in its program, `graph.meets` and `graph.waits`.
+    in its program, `graph.meets` and `graph.waits`. `waited`: seconds that a rank waits for a core while it
+    computes, where ranks share them.
     """
 
     plan: Plan
@@ -40,6 +42,7 @@ class Simulation:
     memory: list[dict[str, int]]  # by category, each at its most
     peak_memory: list[int]
     peak_in_flight: list[int]
+    waited: list[float]
 
     def per_rank(self, values: list) -> list:
         return [values[role] for role in self.plan.roles]
@@ -82,7 +85,14 @@ def simulate(plan: Plan, machine: Machine, slow: Slow = NOTHING) -> Simulation:
         memory,
         [sum(held.values()) for held in memory],
         [in_flight for _, in_flight in peaks],
+        _waited(graph, end - start - seconds),
     )
+
+
+def _waited(graph: Graph, longer: np.ndarray) -> list[float]:
+    compute = np.array([op.is_compute for op in graph.templates], dtype=bool)[graph.which]
+    sums = np.concatenate([[0.0], np.cumsum(np.where(compute, longer, 0.0))])
+    return np.diff(sums[graph.first]).tolist()
 
 
 def on_shared_cores(graph: Graph, seconds: np.ndarray, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
@@ -101,20 +111,26 @@ def on_shared_cores(graph: Graph, seconds: np.ndarray, machine: Machine) -> tupl
         np.add.at(groups, graph.meets[called], (together / degree)[called])
         together[called] = groups[graph.meets[called]]
     columns = (seconds, alone * together, alone, acts_of(graph), lanes_of(graph), graph.meets)
+    leads = np.array(local_leads(graph, machine.local))[graph.which].tolist() if machine.local else ()
     cores = Cores(machine.cores, machine.together)
-    return share(cores, *(column.tolist() for column in columns), graph.waits, graph.first)
+    return share(cores, *(c.tolist() for c in columns), graph.waits, graph.first, leads, ranks.tolist())
 
 
 def durations(graph: Graph, machine: Machine, slow: Slow = NOTHING) -> np.ndarray:
     """Seconds of every node, were it never to wait. A receive takes none of its own: its send carries the message."""
-    seconds: list[float] = []
-    for rank, program in zip(graph.representative, graph.plan.programs, strict=True):
-        alone = compute_seconds(Ops.of(program.ops).templates, machine, graph.plan.world_size)
-        seconds += [slow.computing(rank) * each for each in alone]
+    if machine.local is not None:
+        seconds = local_seconds(graph, machine.local, machine.threads)
+    else:
+        seconds = []
+        for program in graph.plan.programs:
+            seconds += compute_seconds(Ops.of(program.ops).templates, machine, graph.plan.world_size)
     for i, op in enumerate(graph.templates):
-        if op.kind == "send" or op.kind in COLLECTIVES:
+        if op.is_compute:
+            seconds[i] *= slow.computing(graph.representative[graph.lanes[i][0]])
+        elif op.kind == "send" or op.kind in COLLECTIVES:
             group = graph.group(i)
-            seconds[i] = slow.moving(group) * communication_seconds(op, group, machine)
+            alone = seconds[i] if machine.local else communication_seconds(op, group, machine)
+            seconds[i] = slow.moving(group) * alone
     of_node = np.array(seconds, dtype=np.float64)[graph.which]
     uneven = np.array([op.kind == "all_to_all" for op in graph.templates], dtype=bool)[graph.which]
     if uneven.any():  # members may give more than others: it takes as long as the most takes

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import archive
+from engine.accuracy import explain
 from engine.analysis import words
 from engine.analysis.mfu import MFU_FORMULA
 from engine.analysis.shares import BUBBLE_FORMULA, BUBBLE_OVER_IDEAL_FORMULA, OVERLAP_FORMULA
@@ -223,6 +224,7 @@ def result(values: dict[str, Any], run_dir: Path) -> str:
         ("steps", f"{values['steps']} of {values['total_steps']}" + _resumed(values)),
         ("checkpoints", ", ".join(f"after {step} steps" for step in values.get("checkpoints", [])) or "-"),
         ("step time", seconds(step) + off),
+        *_accuracy(values.get("accuracy")),
         ("samples/s", "-" if values["samples_per_second"] is None else f"{values['samples_per_second']:.4g}"),
         *_batches(values),
         ("loss", f"{losses[0]:.4f} -> {losses[-1]:.4f}, the mean over the global batch" if losses else "-"),
@@ -244,6 +246,18 @@ def result(values: dict[str, Any], run_dir: Path) -> str:
     ]
     head = f"{values['mode']} on {values['devices']} {values['device_kind']} devices"
     return head + "\n" + rows(lines) + (f"\n{failure(values['error'])}" if values["error"] else "")
+
+
+def _accuracy(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Of each kind of op predicted and measured seconds of a mean rank in a step, and why the step is off."""
+    if not found or found["step"]["measured"] is None:
+        return []
+    lines = []
+    for row in found["ops"]:
+        error = "" if row["error"] is None else f": {100 * row['error']:+.0f} %"
+        lines.append((f"  {row['kind']}", f"{seconds(row['measured'])} (predicted {seconds(row['predicted'])}{error})"))
+    why = explain(found["reason"], seconds) if found["reason"] else "as predicted"
+    return [*lines, ("  the step", why)]
 
 
 def _resumed(values: dict[str, Any]) -> str:
@@ -324,8 +338,17 @@ def doctor(report: dict[str, Any]) -> str:
     checks = ", ".join(f"{name} {'ok' if ok else 'FAILED'}" for name, ok in report["checks"].items())
     lines = [("python", report["python"]), ("packages", packages), ("cores", str(report["cores"]))]
     lines += [("torch.compile", f"needs {lacking}" if (lacking := report["torch_compile_lacks"]) else "can be used")]
+    lines += [("calibration", calibrated(report["calibration"]))]
     lines += [("gpus", str(report["gpus"])), ("ddp on 2 CPU ranks", checks)]
     return rows(lines) + (f"\n{failure(report['error'])}" if report["error"] else "")
+
+
+def calibrated(told: dict[str, Any]) -> str:
+    """What the machine `local` is predicted with, and what would be better."""
+    if told["source"] == "calibrated":
+        return f"of this machine, {time.strftime('%Y-%m-%d %H:%M', time.localtime(told['made']))}"
+    why = f": {told['refused']}" if told["refused"] else "; measure this machine's: python -m engine calibrate"
+    return f"shipped ({told['cpu']}, {told['cores']} cores){why}"
 
 
 def follow(handle: Handle, *, show: bool) -> None:

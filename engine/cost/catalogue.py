@@ -7,10 +7,11 @@ S. Bekman (Machine Learning Engineering, compute/accelerator, "Maximum Achievabl
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, replace
 
+from engine.cost.calibration import SHIPPED, Calibration, load, num_cores
 from engine.cost.hardware import EVERYBODY, Link, Machine
+from engine.cost.local import Local
 
 TERA, GIGA, GIBI = 1e12, 1e9, 2**30
 
@@ -117,6 +118,25 @@ def cluster(name: str, device: str, inside: Link, node_size: int, *outer: tuple[
     )
 
 
+def of_calibration(made: Calibration) -> Machine:
+    """The machine on which Lockstep runs, whose ranks are gloo processes that share its cores. Its single numbers, for
+    what looks at no more, are those of one thread and of two ranks."""
+    products, halves, messages = (made.curves[name] for name in ("fp32/1", "bf16/1", "send/2"))
+    rate = products[-1][0] / products[-1][1]
+    return Machine(
+        name="local",
+        flop_rate=rate,
+        memory_rate=made.rates["memory"],
+        op_overhead=products[0][1],
+        link_latency=messages[0][1],
+        link_rate=messages[-1][0] / messages[-1][1],
+        bf16_gain=halves[-1][0] / halves[-1][1] / rate,
+        cores=num_cores(),
+        together=made.together,
+        local=Local(made),
+    )
+
+
 def _catalogue() -> dict[str, Machine]:
     unit = Machine(
         name="unit",
@@ -129,16 +149,6 @@ def _catalogue() -> dict[str, Machine]:
     )
     # As pictures of schedules are often drawn: a slot for each pass, forward or backward.
     slots = replace(unit, name="slots", unit_backward=1.0)
-    # A core of a small cloud machine, and gloo over loopback, as bench/local_rates.py measured them.
-    local = Machine(
-        name="local",
-        flop_rate=19e9,  # the mean of the three models' whole layers
-        memory_rate=14e9,
-        op_overhead=60e-6,
-        link_latency=2e-3,
-        link_rate=2.2e9,
-        cores=os.cpu_count() or 1,
-    )
     clusters = (
         # DGX-2: 16 GPUs on NVSwitch, 8 cards of 100 Gb/s (EDR) for them (NVIDIA DGX-2 user guide).
         cluster("v100", "v100", NVLINK2, 16, (EVERYBODY, EDR_HALF)),
@@ -154,7 +164,7 @@ def _catalogue() -> dict[str, Machine]:
         # A workstation: 8 cards on PCIe 4.0, and 100 Gb/s Ethernet for all of them.
         cluster("rtx4090", "rtx4090", PCIE, 8, (EVERYBODY, network(100 / 8))),
     )
-    return {m.name: m for m in (local, *clusters, unit, slots)}
+    return {m.name: m for m in (of_calibration(load(SHIPPED)), *clusters, unit, slots)}
 
 
 MACHINES = _catalogue()

@@ -10,6 +10,7 @@ import itertools
 import math
 from dataclasses import dataclass, fields, replace
 
+from engine.cost.local import Local
 from engine.rules import SpecError
 
 EVERYBODY = 0  # ranks of a tier that reaches all of them
@@ -74,6 +75,7 @@ class Machine:
     sms: int = 0  # multiprocessors, over which the tiles of a matmul are dealt out; 0: not a GPU
     trees: bool = False  # whether a collective may go along a tree, as in NCCL, where that is faster than a ring
     load_rate: float = math.inf  # bytes a second at which a device gets its samples from its host
+    local: Local | None = None  # where ops were measured one by one: what each class of them takes
 
     @property
     def tiers(self) -> tuple[tuple[int, Link], ...]:
@@ -85,6 +87,12 @@ class Machine:
         gain = getattr(self, GAINS[precision]) if precision in GAINS else 1.0
         peak = None if self.peak_flop_rate is None else self.peak_flop_rate * gain
         return self if gain == 1.0 else replace(self, flop_rate=self.flop_rate * gain, peak_flop_rate=peak)
+
+    def running(self, who: tuple[str, ...], precision: str | None) -> Machine:
+        """The same machine, with what these take whose ops it runs (see engine.cost.local)."""
+        if self.local is None:
+            return self
+        return replace(self, local=replace(self.local, who=who, precision=precision or self.local.precision))
 
     def threads(self, ranks: int) -> int:
         """Cores that each of `ranks` ranks computes on when they are shared out; 1 where there are not enough."""

@@ -1,8 +1,10 @@
-"""A machine's name -> its numbers (`engine.cost.hardware`), from the catalogue."""
+"""A machine's name -> its numbers (`engine.cost.catalogue`); this machine's are those of its calibration."""
 
 from __future__ import annotations
 
+from engine.cost import calibration
 from engine.cost.catalogue import MACHINES as MACHINES
+from engine.cost.catalogue import of_calibration
 from engine.cost.hardware import EVERYBODY as EVERYBODY
 from engine.cost.hardware import Link as Link
 from engine.cost.hardware import Machine as Machine
@@ -10,6 +12,7 @@ from engine.rules import SpecError, closest
 
 
 def machine(name: str) -> Machine:
+    """Raises SpecError for a name that is not known, and for a calibration that was asked for and does not hold."""
     if name not in MACHINES:
         raise SpecError("unknown_name", "machine", name, suggest=closest(name, MACHINES))
-    return MACHINES[name]
+    return of_calibration(calibration.find().calibration) if name == "local" else MACHINES[name]

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 RUN, RECV, SEND, SYNC_SEND, CALL, SYNC_CALL, AWAIT, PASS = range(8)  # what is done at a node
+CALLED = (SEND, SYNC_SEND, CALL, SYNC_CALL)  # the rank does something for it, before anybody else does
 
 
 @dataclass(slots=True)
@@ -77,14 +78,18 @@ def share(
     meets: Sequence[int],
     waits: dict[int, list[int]],
     first: Sequence[int],
+    leads: Sequence[float] = (),
+    players: Sequence[int] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
     """Start and end of every node of a plan that does not deadlock; members of a collective share those of its call.
 
     One entry a node, in program order, role after role; `first` are the roles' first nodes, and their number. `asks`:
-    cores that all who do this at once ask for; `alone`: those that one asks for. `acts`, `lanes`, `meets` and `waits`
-    are those of `engine.simulate.schedule`, whose rules these are.
+    cores that all who do this at once ask for; `alone`: those that one asks for. `leads`: seconds that a rank computes
+    before it does this, on one core, which are no part of it; `players`: ranks of each role. `acts`,
+    `lanes`, `meets` and `waits` are those of `engine.simulate.schedule`, whose rules these are.
     """
     nodes = len(seconds)
+    led = [not lead for lead in leads] or [True] * nodes
     missing = [0] * nodes  # members that have not made a call yet
     for node in range(nodes):
         if acts[node] in (CALL, SYNC_CALL):
@@ -122,6 +127,10 @@ def share(
         while at[role] < last[role]:
             node = at[role]
             act = acts[node]
+            if not led[node] and (act in CALLED or pending(node, act) is None):
+                led[node] = True
+                cores.begin(nodes + node, leads[node], players[role], 1.0)
+                return
             if act in (SEND, SYNC_SEND) and not issued[node]:
                 issued[node] = True
                 queue(node)
@@ -141,6 +150,9 @@ def share(
     for role in range(len(at)):
         go_on(role)
     while (node := cores.end_next()) is not None:
+        if node >= nodes:  # what came before it
+            go_on(role_of[node - nodes])
+            continue
         end[node], ended[node] = cores.now, True
         if acts[node] in (RUN, AWAIT):
             role = role_of[node]

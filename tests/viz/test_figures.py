@@ -12,7 +12,7 @@ from engine.cost.memory import CATEGORIES
 from engine.timeline import Timeline
 from tests.viz.examples import TWO, all_reduce, compute, message, predicted
 from viz.figures import words
-from viz.figures.compare import Pair, compare_info, plot_compare
+from viz.figures.compare import Pair, accuracy_info, compare_info, plot_compare
 from viz.figures.experts import experts_info, plot_experts
 from viz.figures.losses import POINTS, losses_info, plot_losses
 from viz.figures.memory import ROWS, memory_info, plot_memory
@@ -309,6 +309,15 @@ def test_predicted_and_measured_seconds_are_means_over_ranks_and_steps():
     assert [pair.error for pair in info.pairs] == [None, -0.5]
     figure = plot_compare(info, EN)
     assert "forward: predicted 2 s, measured 4 s (-50%)" in figure.data[1].hovertext
+    assert [bool(bars.marker.pattern.shape) for bars in figure.data] == [True, False]  # hatched, solid
+    assert list(figure.data[1].text) == ["", "-50%"]
+
+
+def test_the_accuracy_of_a_run_is_drawn_with_its_step():
+    row = {"predicted": 1.0, "measured": 2.0, "error": -0.5}
+    info = accuracy_info({"step": row | {"kind": "step"}, "ops": [row | {"kind": "forward"}]})
+    assert info.pairs == (Pair("step", 1.0, 2.0), Pair("forward", 1.0, 2.0))
+    assert list(plot_compare(info, EN).data[0].y) == ["the step", "forward"]
 
 
 def test_nothing_compared_is_an_empty_chart():

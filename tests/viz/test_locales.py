@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine import archive, modes
+from engine.accuracy import REASONS
 from engine.analysis import words as waits
 from engine.analysis.idle import CAUSES
 from engine.cost.machine import MACHINES
@@ -34,7 +35,7 @@ from engine.spec import (
 )
 from viz.figures import words
 from viz.locales import LANGUAGES, read, text
-from viz.locales.engine import explain, help_of, lesson, phrase, waiting
+from viz.locales.engine import explain, help_of, lesson, phrase, reasons, waiting
 
 OTHERS = [language for language in LANGUAGES if language != "en"]
 PAGES = Path(__file__).resolve().parents[2] / "viz" / "pages"
@@ -163,3 +164,12 @@ def test_phrases_inside_a_rule_are_translated_and_values_are_not():
     assert all(chinese(phrase("zh", wanted)) or wanted == "true or false" for wanted in WANTED.values())
     error = SpecError("does_not_apply", "microbatches", "text", to="the mode ddp")
     assert explain("zh", error) == "microbatches 不适用于模式 ddp；现在是 text。请去掉它。"
+
+
+@pytest.mark.parametrize("language", OTHERS)
+def test_every_reason_for_a_wrong_prediction_is_said_with_the_same_values(language: str):
+    told = reasons(language)
+    assert {code: [blanks(s) for s in both] for code, both in told.items()} == {
+        code: [blanks(s) for s in both] for code, both in REASONS.items()
+    }
+    assert all(chinese(sentence) for both in told.values() for sentence in both)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.plan import KINDS
 from engine.timeline import Timeline
@@ -46,42 +47,41 @@ def _seconds(timeline: Timeline) -> dict[str, float]:
     return {kind: value / timeline.world_size / max(1, len(timeline.steps)) for kind, value in total.items()}
 
 
+def accuracy_info(accuracy: Mapping[str, Any]) -> CompareInfo:
+    """What a run's result holds of its accuracy: the step, and its kinds of op, collectives without any waiting."""
+    rows = (accuracy["step"], *accuracy["ops"])
+    return CompareInfo(tuple(Pair(row["kind"], row["predicted"], row["measured"]) for row in rows))
+
+
 def plot_compare(info: CompareInfo, text: Text) -> go.Figure:
-    """A row a kind: a ring where it was predicted, a dot where it was measured, and a line between them."""
+    """A row a kind: hatched as long as predicted, solid as long as measured, and the error behind both."""
     import plotly.graph_objects as go
 
     most = max((value for pair in info.pairs for value in pair[1:] if value is not None), default=0.0)
     size, unit = unit_of(most)
-    names = [op_name(text, pair.kind) for pair in info.pairs]
-    colours = [theme.LOOKS[theme.look_of(pair.kind)].colour for pair in info.pairs]
-    joined = [
-        (p.predicted, p.measured, None) if None not in (p.predicted, p.measured) else (None,) * 3 for p in info.pairs
-    ]
-    line = {
-        "type": "scatter", "mode": "lines", "hoverinfo": "skip", "showlegend": False,
-        "line": {"color": theme.LINE, "width": 4},
-        "x": [None if value is None else _round(value / size) for values in joined for value in values],
-        "y": [name for name in names for _ in range(3)],
-    }  # fmt: skip
-    data = [line]
-    for source, symbol, name in (
-        ("predicted", "circle-open", text("figure.predicted")),
-        ("measured", "circle", text("figure.measured")),
-    ):
+    names = [_name(pair.kind, text) for pair in info.pairs]
+    looks = [theme.LOOKS[theme.look_of(pair.kind)] for pair in info.pairs]
+    data = []
+    for source, name in (("predicted", text("figure.predicted")), ("measured", text("figure.measured"))):
         values = [getattr(pair, source) for pair in info.pairs]
+        hatched = {"shape": "/", "fillmode": "replace", "size": 7, "solidity": 0.35} if source == "predicted" else {}
+        errors = ["" if pair.error is None else f"{pair.error:+.0%}" for pair in info.pairs]
         data.append({
-            "type": "scatter", "mode": "markers", "name": name,
+            "type": "bar", "orientation": "h", "name": name,
             "x": [None if value is None else _round(value / size) for value in values], "y": names,
-            "marker": {"size": 15, "symbol": symbol, "color": colours, "line": {"width": 3, "color": colours}},
-            "cliponaxis": False,
+            "marker": {"color": [look.colour for look in looks], "pattern": hatched},
+            "text": errors if source == "measured" else None, "textposition": "outside", "cliponaxis": False,
             "hovertext": [_hover(pair, text) for pair in info.pairs], "hoverinfo": "text",
         })  # fmt: skip
     layout = theme.layout(
         height=70 + 44 * max(1, len(names)),
         showlegend=True,
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        barmode="group",
+        bargap=0.3,
+        bargroupgap=0.05,
+        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
         xaxis={"rangemode": "tozero", "ticksuffix": f" {unit}", "nticks": 7, "showline": True, "linecolor": theme.LINE},
-        # Unseen ticks keep the names clear of a mark at 0.
+        # Unseen ticks keep the names clear of the bars.
         yaxis={
             "autorange": "reversed",
             "automargin": True,
@@ -94,12 +94,16 @@ def plot_compare(info: CompareInfo, text: Text) -> go.Figure:
     return go.Figure({"data": data, "layout": layout})
 
 
+def _name(kind: str, text: Text) -> str:
+    return text("figure.compare.step") if kind == "step" else op_name(text, kind)
+
+
 def _round(value: float) -> float:
     return float(f"{value:.4g}")
 
 
 def _hover(pair: Pair, text: Text) -> str:
-    name = op_name(text, pair.kind)
+    name = _name(pair.kind, text)
     if pair.error is not None:
         shown = {"predicted": show_seconds(pair.predicted), "measured": show_seconds(pair.measured)}
         return text("figure.compare.hover", op=name, error=f"{pair.error:+.0%}", **shown)

@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from engine import modes
+from engine.accuracy import REASONS
 from engine.analysis.words import name_of, object_of, sentence
 from engine.lessons import Lesson
 from engine.rules import SpecError
@@ -65,6 +66,11 @@ def waiting(gap: Mapping[str, Any], time: str, text: Catalogue) -> str:
     what = told["objects"][object_of(gap)].format_map(values)
     values = {"rank": gap["rank"], "other": gap["other"], "time": time, "what": what}
     return told["sentences"][gap["code"]].format_map(values | {"cause": told["names"][gap["cause"]]})
+
+
+def reasons(language: str) -> dict[str, Any]:
+    """Why a step took longer than predicted, or less: by code, both sentences."""
+    return REASONS if language == DEFAULT else _words(language)["reasons"]
 
 
 def phrase(language: str, text: str) -> str:

@@ -7,15 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
+from engine import accuracy
+from engine.cost import calibration
 from engine.modes import FIRST_STEADY_STEP
 from engine.timeline import Timeline
 from viz import player
-from viz.figures.compare import compare_info, plot_compare
+from viz.figures.compare import accuracy_info, compare_info, plot_compare
 from viz.figures.experts import experts_info, plot_experts
 from viz.figures.losses import plot_losses, result_losses
 from viz.figures.memory import memory_info, plot_memory
+from viz.figures.words import op_name, show_seconds
 from viz.locales import Catalogue
+from viz.locales.engine import explain, reasons
 from viz.pages.prediction import Shown
+from viz.pages.settings import escape
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -30,7 +35,8 @@ def show_charts(result: Mapping[str, Any], shown: Shown, measured: Timeline | No
             _show(text("charts.losses"), _losses(key, result, text), "losses")
         if measured is not None:
             with places[1]:
-                _show(text("charts.compare"), _compare(key, shown, measured, text), "compare")
+                _show(text("charts.compare"), _compare(key, result, shown, measured, text), "compare")
+                _say_why(result, shown, text)
         if result.get("expert_tokens"):
             _show(text("charts.experts"), _experts(key, result, text), "experts")
 
@@ -59,6 +65,39 @@ def _experts(key: tuple[str, str], _result: Mapping[str, Any], _text: Catalogue)
 
 
 @st.cache_resource(max_entries=16, show_spinner=False)
-def _compare(key: tuple[str, str], _shown: Shown, _measured: Timeline, _text: Catalogue) -> go.Figure:
+def _compare(
+    key: tuple[str, str], _result: Mapping[str, Any], _shown: Shown, _measured: Timeline, _text: Catalogue
+) -> go.Figure:
+    if found := _accuracy(_result, _shown):
+        return plot_compare(accuracy_info(found), _text)
     steady = _measured.where(_measured["step"] >= FIRST_STEADY_STEP)
     return plot_compare(compare_info(_shown.prediction.timeline, steady if len(steady) else _measured), _text)
+
+
+def _accuracy(result: Mapping[str, Any], shown: Shown) -> Mapping[str, Any] | None:
+    """What the result holds of it, where that is of the machine shown; runs of earlier days hold none."""
+    found = result.get("accuracy")
+    same = found and found["step"]["measured"] and found["machine"] == shown.prediction.job.spec.machine
+    return found if same else None
+
+
+def _say_why(result: Mapping[str, Any], shown: Shown, text: Catalogue) -> None:
+    """The reason found for the difference, and what was predicted with."""
+    if not (found := _accuracy(result, shown)):
+        return
+    why, words = found["reason"], reasons(text.language)
+    told = why and accuracy.explain(why, show_seconds, words, lambda kind: op_name(text, kind))
+    st.caption(escape(text("accuracy.reason", reason=told) if told else text("accuracy.as_predicted")))
+    if found["calibration"] == "shipped":
+        show_calibration(text)
+
+
+def show_calibration(text: Catalogue) -> None:
+    """That predictions for this machine are made with another's numbers, where they are."""
+    told = calibration.find()
+    if told.source == "shipped":
+        who = told.calibration.identity
+        words = text("accuracy.shipped", cpu=escape(who.cpu), cores=who.cores, command=calibration.COMMAND)
+        if told.refused is not None:
+            words += " " + text("accuracy.refused", refused=escape(explain(text.language, told.refused)))
+        st.caption(f":material/info: {words}")

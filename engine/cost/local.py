@@ -1,0 +1,169 @@
+"""An op and this machine's calibration -> its seconds, what its rank spends before it, and the cores it keeps busy.
+
+A compute op takes what its class was measured to take beside its matmuls (a fixed part, which is Python's and
+PyTorch's, and so much a byte: norms, activations, copies), and its FLOPs at the rate of a matmul of that size. A
+communication op takes what the same call took between as many processes. Before an op a rank may spend time that is no
+part of it: hooks of `fully_shard` or of a pipeline's schedule, copies in and out, the loop around a step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.cost.calibration import Calibration, Cost, Curve, along
+from engine.plan import COLLECTIVES, COMPUTE, Op, Plan, Program
+
+if TYPE_CHECKING:
+    from engine.matching import Graph
+
+# What runs the ops of a mode, where it is not measured under the mode's own name.
+RUN_BY = {"hsdp": "fsdp"}
+ANY = "*"  # in place of a part
+PLAIN = "single"
+SIMILAR = {"recv": "send", "scatter": "broadcast", "gather": "all_gather", "reduce": "all_reduce"}
+HALVES = {"backward_input": 0.5, "backward_weight": 0.5}  # of a backward, where it is two ops
+ALIKE = {"recompute": "forward", **dict.fromkeys(HALVES, "backward")}
+
+
+def part_class(part: str) -> str:
+    """Layers that differ in their number only are of one class; convolutions are not, whose shapes differ."""
+    return part if part.startswith("conv") else re.sub(r"\d+", "", part)
+
+
+def matmul_flops(op: Op) -> int:
+    """Those at the rate of a product; a convolution's and an optimizer's are part of what a byte of it takes."""
+    return 0 if op.part.startswith("conv") or op.kind == "optimizer" else op.flops
+
+
+@dataclass(frozen=True)
+class Local:
+    """`who`: what runs the ops, a mode or the one in RUN_BY; with others where a mesh has several (`fsdp+tensor`)."""
+
+    calibration: Calibration
+    who: tuple[str, ...] = (PLAIN,)
+    precision: str = "fp32"
+
+    def compute(self, op: Op, threads: int, layers: Sequence[str] = ()) -> float:
+        """Seconds, on so many threads. `layers`: those of which an op of a whole stage is made."""
+        return self.beside(op, threads, layers) + self.matmul(matmul_flops(op), threads)
+
+    def beside(self, op: Op, threads: int, layers: Sequence[str] = ()) -> float:
+        """What an op takes beside its matmuls."""
+        own = self._own(op.kind, part_class(op.part), threads)
+        if op.part or op.kind not in (*ALIKE, "forward", "backward"):
+            return _of(own or self._plain(op.kind, part_class(op.part), threads), op.bytes)
+        return _of(own or Cost(), op.bytes) + self.stage(op, threads, layers)
+
+    def stage(self, op: Op, threads: int, layers: Sequence[str]) -> float:
+        """What a stage's layers take beside their matmuls, were they alone."""
+        costs = [self._plain(op.kind, part_class(layer), threads) for layer in layers]
+        if not costs:
+            return 0.0
+        return sum(c.fixed for c in costs) + op.bytes * sum(c.per_byte for c in costs) / len(costs)
+
+    def matmul(self, flops: float, threads: int) -> float:
+        """At the rate of a product of so many FLOPs, without what the smallest takes: a call, which is in `beside`."""
+        curve = self._curve(threads)
+        if not flops:
+            return 0.0
+        least, size = curve[0], max(flops, curve[0][0] * 8)
+        seconds = along(curve, size) - least[1]
+        return flops * seconds / (size - least[0])
+
+    def lead(self, op: Op) -> float:
+        """Seconds that a rank spends before the op."""
+        if op.asynchronous or op.kind == "recv":
+            return 0.0
+        found = [self._cost(who, op.kind, part_class(op.part)) or self._cost(who, op.kind, ANY) for who in self.who]
+        return max((c.lead + c.lead_per_byte * op.bytes for c in found if c), default=0.0)
+
+    def communication(self, op: Op, ranks: int) -> tuple[float, float]:
+        """(seconds, cores busy over all its ranks). One that is a copy within a process is measured as an op."""
+        if ranks < 2:
+            return 0.0, 0.0
+        own = self._own(op.kind, part_class(op.part), 1)
+        if own is not None and (own.fixed or own.per_byte):
+            return _of(own, op.bytes), 1.0
+        kind = SIMILAR.get(op.kind, op.kind)
+        measured = self._measured(kind)
+        nearest = min(measured, key=lambda n: (abs(n - ranks), n))
+        seconds, busy = (along(measured[nearest], op.bytes, column) for column in (1, 2))
+        # Rings: as many turns as there are ranks, less one.
+        return seconds * (ranks - 1) / (nearest - 1), busy * ranks / nearest
+
+    def _own(self, kind: str, part: str, threads: int) -> Cost | None:
+        """The cost measured where it is run as here."""
+        if self.who == (PLAIN,):
+            return self._cost(f"{PLAIN}/{self._threads(threads)}", kind, part)
+        return next((cost for who in self.who if (cost := self._cost(who, kind, part))), None)
+
+    def _plain(self, kind: str, part: str, threads: int) -> Cost:
+        """That of the layer alone; of a part that is none there, that of any."""
+        who, like, half = f"{PLAIN}/{self._threads(threads)}", ALIKE.get(kind, kind), HALVES.get(kind, 1.0)
+        cost = (
+            self._cost(who, like, part) or self._cost(who, like, part.partition(".")[0]) or self._cost(who, like, ANY)
+        )
+        return Cost(*(half * value for value in cost)) if cost else Cost()
+
+    def _cost(self, who: str, kind: str, part: str) -> Cost | None:
+        return self.calibration.ops.get(f"{who}/{kind}/{part}")
+
+    def _threads(self, threads: int) -> int:
+        """The most that was measured and is no more than that."""
+        measured = self._measured("fp32")
+        return max((n for n in measured if n <= threads), default=min(measured))
+
+    def _curve(self, threads: int) -> Curve:
+        return self.calibration.curves[f"{self.precision}/{self._threads(threads)}"]
+
+    def _measured(self, name: str) -> dict[int, Curve]:
+        """Threads or ranks -> what was measured with so many."""
+        pairs = ((*key.split("/"), curve) for key, curve in self.calibration.curves.items())
+        return {int(number): curve for kind, number, curve in pairs if kind == name}
+
+
+def _of(cost: Cost, size: float) -> float:
+    return cost.fixed + cost.per_byte * size
+
+
+def run_by(mode: str, degrees: dict[str, int]) -> tuple[str, ...]:
+    """What runs a mode's ops. Of a mesh of several axes, what runs each, from the inside of a layer outwards."""
+    if mode != "hybrid":
+        return (RUN_BY.get(mode, mode),)
+    by_axis = {"tp": "tensor", "ep": "expert", "cp": "context", "fsdp": "fsdp", "pp": "pipeline", "dp": "ddp"}
+    return tuple(who for axis, who in by_axis.items() if degrees.get(axis, 1) > 1) or (PLAIN,)
+
+
+def layers_of(plan: Plan, program: Program, op: Op) -> list[str]:
+    """Names of the layers of the stage that an op is a pass through."""
+    stages = program.stages or (op.stage,) * len(program.holds)
+    return [plan.layers[i] for i, stage in zip(program.holds, stages, strict=False) if stage == op.stage]
+
+
+def local_seconds(graph: Graph, local: Local, threads: Callable[[int], int]) -> list[float]:
+    """Seconds of each template of a graph, were it alone; those of a receive are its send's."""
+    plan, each = graph.plan, threads(graph.plan.world_size)
+    seconds = []
+    for op, (role, _) in zip(graph.templates, graph.lanes, strict=True):
+        if op.is_compute:
+            layers = layers_of(plan, plan.programs[role], op) if not op.part else ()
+            seconds.append(local.compute(op, each, layers))
+        elif op.kind == "recv":
+            seconds.append(0.0)
+        else:
+            ranks = 2 if op.kind == "send" else plan.mesh.degree(op.axis)
+            seconds.append(local.communication(op, ranks)[0])
+    return seconds
+
+
+def local_leads(graph: Graph, local: Local) -> list[float]:
+    """Seconds that a rank spends before each template of a graph."""
+    return [local.lead(op) for op in graph.templates]
+
+
+def is_in_order(op: Op) -> bool:
+    """Whether its rank does nothing else meanwhile."""
+    return op.kind in COMPUTE or (op.kind in COLLECTIVES and not op.asynchronous)

@@ -1,0 +1,213 @@
+"""A folder that says what to measure, and a rank -> what this process measured of its machine, in files beside it.
+
+Called by the launcher in forked processes, as a training's worker is. Three kinds of measurement: `rates` of products,
+one after the other or on all cores at once; `links`, every collective at several sizes; and `trainings`, a few steps of
+small jobs, recorded as those of any run. `engine.calibrate` makes costs of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
+from torch.autograd.profiler import _disable_profiler, _enable_profiler, _prepare_profiler
+
+from engine import modes
+from engine.archive import read_json, write_json
+from engine.job import prepare
+from engine.real import worker
+from engine.real.parity import Parity
+from engine.real.recorder import Recorder, communications
+from engine.real.training import Place, mark_updates
+from engine.settings import ONE_PROCESS_MODES
+from engine.spec import Spec
+
+ASKED, FOUND, PROGRESS = "calibration.json", "rank{rank}.found.json", "progress"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# [m, k] x [k, n], from a tiny layer on few samples to a block's on thousands of tokens.
+PRODUCTS = ((16, 16, 16), (64, 64, 64), (64, 256, 256), (512, 128, 512), (2048, 512, 512))
+ARRAYS = (4_096, 262_144, 2_097_152, 16_777_216)  # bytes of an array
+FEWEST, MOST = 4, 40  # calls of a collective
+FLOAT = 4  # bytes
+
+
+def work(run_dir: str, rank: int, world_size: int) -> Any:
+    """Measure what the folder asks for. The caller keeps what is returned, and ends the process without finalisers."""
+    folder = Path(run_dir)
+    asked = read_json(folder / ASKED)
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(asked.get("threads") or max(1, cores // world_size))
+    worker._peak_memory(torch.device("cpu"))
+    if world_size > 1:
+        worker._join(folder, rank, world_size, torch.device("cpu"), "file", 60.0)
+    measure = {"rates": rates, "together": together, "links": links, "trainings": trainings}[asked["what"]]
+    found, kept = measure(asked, folder, rank, world_size)
+    write_json(folder / FOUND.format(rank=rank), found)
+    return kept
+
+
+def finish(run_dir: Path, state: str, error: dict[str, Any] | None) -> None:
+    """Nothing is left to be done for a measurement when its processes have ended."""
+
+
+def told(folder: Path, rank: int) -> None:
+    """One more thing is measured."""
+    if rank == 0:
+        with (folder / PROGRESS).open("a") as file:
+            file.write(".")
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def rates(asked: dict, folder: Path, rank: int, world_size: int) -> tuple[dict, None]:
+    """`fp32/1` -> (FLOPs, seconds) of a layer's product and of the two of its backward pass, in the mean; `memory/1` ->
+    (bytes, seconds) of a sum of two arrays, whose result is new, as every layer's is."""
+    found: dict[str, list[tuple[float, float]]] = {"memory/1": []}
+    torch.set_num_threads(1)
+    for size in ARRAYS:
+        x, y = torch.zeros(size // FLOAT), torch.zeros(size // FLOAT)
+        found["memory/1"].append((3.0 * size, seconds_of(lambda x=x, y=y: x + y, asked["budget"])))
+    told(folder, rank)
+    for threads in asked["each_threads"]:
+        torch.set_num_threads(threads)
+        for name, dtype in DTYPES.items():
+            points = found[f"{name}/{threads}"] = []
+            for m, k, n in PRODUCTS[: None if name == "fp32" else -1]:
+                x, w, g = (torch.randn(shape).to(dtype) for shape in ((m, k), (n, k), (m, n)))
+                ways = (lambda x=x, w=w: F.linear(x, w), lambda g=g, w=w: g @ w, lambda g=g, x=x: g.t() @ x)
+                seconds = sum(seconds_of(way, asked["budget"]) for way in ways) / len(ways)
+                points.append((2.0 * m * k * n, seconds))
+                told(folder, rank)
+    return found, None
+
+
+def seconds_of(call: Callable[[], object], budget: float) -> float:
+    """Median seconds of one call, over calls that fill `budget` seconds, and no less than three."""
+    call()
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < 3 or time.perf_counter() - began < budget:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def together(asked: dict, folder: Path, rank: int, world_size: int) -> tuple[dict, None]:
+    """Seconds of a product while only rank 0 computes, and while all ranks do."""
+    torch.set_num_threads(1)
+    x, w = torch.randn(512, 512), torch.randn(512, 512)
+    found = {}
+    for name, ranks in (("alone", 1), ("together", world_size)):
+        if world_size > 1:
+            dist.barrier()
+        if rank < ranks:
+            found[name] = seconds_of(lambda: F.linear(x, w), asked["budget"])
+        told(folder, rank)
+    return found, None
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+def calls(kind: str, size: int, rank: int, ranks: int) -> Callable[[], object]:
+    """A call of a collective with a tensor of `size` bytes on this rank, as plans count them."""
+    count = max(1, size // FLOAT)
+    x = torch.zeros(-(-count // ranks) * ranks)
+    if kind == "all_reduce":
+        return lambda: dist.all_reduce(x)
+    if kind == "all_gather":
+        whole = torch.zeros(len(x) * ranks)
+        return lambda: dist.all_gather_into_tensor(whole, x)
+    if kind == "reduce_scatter":
+        part = torch.zeros(len(x) // ranks)
+        return lambda: dist.reduce_scatter_tensor(part, x)
+    if kind == "broadcast":
+        return lambda: dist.broadcast(x, 0)
+    if kind == "all_to_all":
+        y = torch.zeros_like(x)
+        return lambda: dist.all_to_all_single(y, x)
+
+    def message() -> None:
+        """From rank 0 to rank 1, and back."""
+        for sender in (0, 1):
+            if rank == sender:
+                dist.send(x, 1 - sender)
+            elif rank == 1 - sender:
+                dist.recv(x, sender)
+
+    return message
+
+
+def links(asked: dict, folder: Path, rank: int, world_size: int) -> tuple[dict, None]:
+    """`all_reduce/65536` -> this rank's (start, end) of every operation of gloo (Unix ns) in each of some calls, and
+    the part of that time in which the process used a core."""
+    found: dict[str, Any] = {}
+    for kind in asked["kinds"]:
+        for size in asked["sizes"]:
+            call = calls(kind, size, rank, world_size)
+            call()
+            began = time.perf_counter()
+            call()
+            # All ranks make as many calls: rank 0 says how many.
+            count = torch.tensor([min(max(int(asked["budget"] / (time.perf_counter() - began)), FEWEST), MOST)])
+            dist.broadcast(count, 0)
+            config = ProfilerConfig(ProfilerState.KINETO, True, False, False, False, False, _ExperimentalConfig())
+            _prepare_profiler(config, {ProfilerActivity.CPU})
+            _enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})
+            cpu, wall = time.process_time(), time.perf_counter()
+            marks = []
+            for _ in range(int(count)):
+                start = time.time_ns()
+                call()
+                marks.append((start, time.time_ns()))
+            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+            events = communications(_disable_profiler().events())
+            found[f"{kind}/{size}"] = {"busy": cpu / wall, "calls": _of_calls(marks, events)}
+            told(folder, rank)
+    return found, None
+
+
+def _of_calls(marks: list[tuple[int, int]], events: list) -> list[list[tuple[int, int]]]:
+    """Of each call its own (start, end), and those of the operations that began in it: one that is waited for begins
+    before its call returns."""
+    return [[mark, *((e.start, e.end) for e in events if mark[0] <= e.start <= mark[1])] for mark in marks]
+
+
+# --- trainings --------------------------------------------------------------------------------------------------------
+
+
+def trainings(asked: dict, folder: Path, rank: int, world_size: int) -> tuple[dict, list]:
+    """A few steps of each job, in a folder of its own as that of a run. What has process groups is kept."""
+    kept = []
+    origin = asked["origin"]
+    for i, values in enumerate(asked["jobs"]):
+        job = prepare(Spec.from_dict(values))
+        place_of = folder / f"job{i}"
+        place_of.mkdir(exist_ok=True)
+        if job.spec.mode not in ONE_PROCESS_MODES or rank == 0:
+            recorder = Recorder(place_of / f"rank{rank}.jsonl", rank, origin, enabled=True)
+            place = Place(
+                rank, 1 if job.spec.mode in ONE_PROCESS_MODES else world_size, torch.device("cpu"), recorder, place_of
+            )
+            training = modes.run(job.spec.mode).training(job, place)
+            mark_updates(training.optimizer, recorder)
+            parity = Parity(job, place, training)
+            lines = [worker._one_step(job, place, training, parity, step) for step in range(job.steps)]
+            recorder.flush()
+            (place_of / f"rank{rank}.steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            kept.append(training)
+        if world_size > 1:
+            dist.barrier()
+        told(folder, rank)
+    return {}, kept

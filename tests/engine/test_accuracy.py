@@ -1,0 +1,145 @@
+"""A difference between a predicted step and a measured one is divided rightly, and its reason is the one that was put
+in: hand-made timelines, each with one thing wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.accuracy import REASONS, accuracy, by_kind, explain, without_waiting
+from engine.plan import Mesh
+from engine.spec import Spec
+from engine.tables import seconds
+from engine.timeline import Span, Timeline
+from tests.engine.proof import finished
+
+
+def timeline(*steps: dict[int, list[tuple[str, float, float]]], source: str = "measured") -> Timeline:
+    """Of each step, rank -> (kind, start, end)."""
+    spans = []
+    for step, ranks in enumerate(steps):
+        for rank, ops in ranks.items():
+            for kind, start, end in ops:
+                lane = "compute" if kind in ("forward", "backward", "optimizer") else "dp"
+                spans.append(Span(rank, lane, kind, step, start, end))
+    return Timeline.of(spans, source, len(steps[0]))
+
+
+# Two ranks compute 3 s and 6 s, reduce for 1 s: a step of 10 s.
+PLANNED = timeline({r: [("forward", 0, 3), ("backward", 3, 9), ("all_reduce", 9, 10)] for r in (0, 1)})
+
+
+def compare(measured: Timeline, **given) -> dict:
+    took = list(measured.step_seconds().values())
+    return accuracy(PLANNED, measured, **({"step_times": took, "predicted_step_time": 10.0} | given))
+
+
+def test_what_went_as_predicted_needs_no_reason():
+    found = compare(PLANNED)
+    assert found["step"] == {"kind": "step", "predicted": 10.0, "measured": 10.0, "error": 0.0}
+    assert found["reason"] is None
+    assert {row["kind"]: (row["predicted"], row["measured"], row["error"]) for row in found["ops"]} == {
+        "forward": (3, 3, 0), "backward": (6, 6, 0), "all_reduce": (1, 1, 0),
+    }  # fmt: skip
+
+
+def test_an_op_that_took_longer():
+    slow = {r: [("forward", 0, 3), ("backward", 3, 13), ("all_reduce", 13, 14)] for r in (0, 1)}
+    found = compare(timeline(slow))
+    assert found["reason"] == {
+        "code": "ops",
+        "share": 1.0,
+        "values": {"seconds": 4.0, "longer": True, "kind": "backward"},
+    }
+    assert found["step"]["error"] == pytest.approx(10 / 14 - 1)
+    assert explain(found["reason"], seconds) == "backward took 4 s longer than predicted"
+
+
+def test_an_op_that_took_less():
+    quick = {r: [("forward", 0, 1), ("backward", 1, 7), ("all_reduce", 7, 8)] for r in (0, 1)}
+    reason = compare(timeline(quick))["reason"]
+    assert (reason["code"], reason["values"]) == ("ops", {"seconds": 2.0, "longer": False, "kind": "forward"})
+    assert explain(reason, seconds) == "forward took 2 s less than predicted"
+
+
+def test_a_communication_that_took_longer_and_is_not_hidden():
+    slow = {r: [("forward", 0, 3), ("backward", 3, 9), ("all_reduce", 9, 14)] for r in (0, 1)}
+    reason = compare(timeline(slow))["reason"]
+    assert (reason["code"], reason["values"]["kind"]) == ("copies", "all_reduce")
+    assert reason["values"]["seconds"] == 4.0
+
+
+def test_time_between_ops():
+    gaps = {r: [("forward", 1, 4), ("backward", 6, 12), ("all_reduce", 13, 14)] for r in (0, 1)}
+    found = compare(timeline(gaps), step_times=[14.0])
+    assert found["reason"]["code"] == "between"
+    assert found["reason"]["values"]["seconds"] == pytest.approx(4.0)
+
+
+def test_one_rank_that_computes_longer_while_the_other_waits():
+    """Rank 1 takes 4 s longer, so rank 0's reduction begins early: that is waiting, not communication."""
+    uneven = {
+        0: [("forward", 0, 3), ("backward", 3, 9), ("all_reduce", 9, 14)],
+        1: [("forward", 0, 3), ("backward", 3, 13), ("all_reduce", 13, 14)],
+    }
+    settled = without_waiting(timeline(uneven), Mesh(("dp",), (2,)))
+    assert [span.start for span in settled.spans() if span.kind == "all_reduce"] == [13, 13]
+    found = compare(settled)
+    assert found["parts"] == {"ops": 2.0, "copies": 0.0, "imbalance": 2.0, "between": 0.0}
+    assert sum(found["parts"].values()) == 4.0
+    more = compare(settled, waited=0.5)  # of the 2 s half a second was waiting for a core
+    assert more["reason"]["code"] == "imbalance"
+
+
+def test_a_collective_that_began_early_everywhere_is_left_as_it_is():
+    """Negative control of the one above: nobody waits for anybody."""
+    assert (without_waiting(PLANNED, Mesh(("dp",), (2,)))["start"] == PLANNED["start"]).all()
+
+
+def test_compute_that_had_to_wait_for_a_core():
+    slow = {r: [("forward", 0, 5), ("backward", 5, 13), ("all_reduce", 13, 14)] for r in (0, 1)}
+    found = compare(timeline(slow), waited=3.5, ranks=2, cores=2)
+    assert found["reason"]["code"] == "contention"
+    assert found["parts"]["contention"] == 3.5 and found["parts"]["ops"] == 0.5
+    assert "2 ranks on 2 cores" in explain(found["reason"], seconds)
+    # Had it been predicted, it would be no reason.
+    assert compare(timeline(slow), waited=3.5, predicted_waited=3.5)["reason"]["code"] == "ops"
+
+
+def test_a_run_of_few_steps_that_begins_slowly():
+    steady = {r: [("forward", 0, 3), ("backward", 3, 9), ("all_reduce", 9, 10)] for r in (0, 1)}
+    found = compare(timeline(steady, steady, steady), step_times=[16.0, 16.0, 10.0])
+    assert found["parts"]["start_up"] == pytest.approx(16 - 13)
+    assert compare(timeline(steady, steady), step_times=[10.0, 10.0])["parts"]["start_up"] == 0.0
+
+
+def test_seconds_of_a_kind_are_of_a_mean_rank_in_the_middle_step():
+    odd = {0: [("forward", 0, 90)], 1: [("forward", 0, 90)]}
+    even = {0: [("forward", 0, 2), ("forward", 2, 4)], 1: [("forward", 0, 2)]}
+    assert by_kind(timeline(even, odd, even)) == {"forward": 3.0}
+
+
+def test_a_run_without_steps_has_no_error_and_no_reason():
+    nothing = Timeline.of([], "measured", 2)
+    found = accuracy(PLANNED, nothing, step_times=[], predicted_step_time=10.0)
+    assert found["step"]["measured"] is None and found["step"]["error"] is None and found["reason"] is None
+
+
+def test_every_reason_can_be_said_both_ways():
+    values = {"seconds": 1e-3, "kind": "forward", "ranks": 4, "cores": 2}
+    for code in REASONS:
+        for longer in (True, False):
+            assert "1 ms" in explain({"code": code, "values": values | {"longer": longer}}, seconds)
+
+
+def test_the_result_of_a_real_run_holds_it_for_every_kind_of_op(launcher, runs_dir):
+    spec = Spec(mode="fsdp", devices=2, model="gpt", layers=2, hidden=32, context=16, dataset="synthetic", steps=4)
+    result = finished(spec.with_(global_batch=4, parity_steps=0), launcher, runs_dir)
+    found = result["accuracy"]
+    kinds = {"load", "forward", "backward", "optimizer", "all_gather", "reduce_scatter"}
+    assert {row["kind"] for row in found["ops"]} == kinds
+    assert all(row["predicted"] > 0 and row["measured"] > 0 and row["error"] > -1 for row in found["ops"])
+    assert found["step"]["measured"] == pytest.approx(result["step_time"])
+    assert found["step"]["predicted"] == pytest.approx(result["predicted_step_time"])
+    assert (found["machine"], found["calibration"]) == ("local", "shipped")
+    parts = [value for name, value in found["parts"].items() if name != "start_up"]
+    assert sum(parts) == pytest.approx(found["step"]["measured"] - found["step"]["predicted"])

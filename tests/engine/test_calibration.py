@@ -1,0 +1,272 @@
+"""What was measured of a machine holds on that machine only, comes back from its file unchanged, and gives each op its
+seconds by arithmetic that can be done by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+
+import pytest
+
+from engine.calibrate import Sample, costs, curves, line
+from engine.cost import calibration
+from engine.cost.calibration import (
+    DIFFERS,
+    OLD,
+    SHIPPED,
+    VARIABLE,
+    Calibration,
+    Cost,
+    along,
+    check,
+    find,
+    load,
+    place,
+    store,
+    this_machine,
+)
+from engine.cost.local import Local, part_class, run_by
+from engine.cost.machine import machine
+from engine.plan import Op
+from engine.rules import SpecError
+
+MADE = Calibration(
+    identity=this_machine(),
+    made=time.time(),
+    seconds=20.0,
+    together=0.9,
+    curves={
+        # 1 us a call and a TFLOP/s; on two threads twice that
+        "fp32/1": ((1e6, 2e-6), (1e9, 1.001e-3)),
+        "fp32/2": ((1e6, 1.5e-6), (1e9, 0.501e-3)),
+        "bf16/1": ((1e6, 2e-6), (1e9, 1.001e-3)),
+        "memory/1": ((1e3, 1e-6), (1e6, 1e-3)),
+        "all_reduce/2": ((0.0, 1e-4, 1.0), (1e6, 1.1e-3, 2.0)),
+        "all_reduce/4": ((0.0, 3e-4, 2.0), (1e6, 3.3e-3, 2.0)),
+        "send/2": ((0.0, 1e-4, 0.5), (1e6, 1.1e-3, 1.5)),
+    },
+    ops={
+        "single/1/forward/block": Cost(1e-4, 2e-4, 1e-9, 0.0),
+        "single/1/backward/block": Cost(0.0, 4e-4, 2e-9, 0.0),
+        "fsdp/forward/block": Cost(1e-3, 3e-4, 1e-9, 1e-9),
+        "fsdp/all_gather/*": Cost(5e-4, 0.0, 0.0, 1e-9),
+        "pipeline/forward/": Cost(1e-4, 5e-5, 0.0, 0.0),
+    },
+    rates={"memory": 1e9},
+)
+
+
+# The file
+
+
+def test_it_comes_back_from_its_file_unchanged(tmp_path):
+    path = tmp_path / "deep" / "folder" / "calibration.json"
+    store(MADE, path)
+    assert load(path) == MADE
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1}', "null", "nonsense", '{"version": 99}'])
+def test_what_is_no_calibration_is_refused_with_what_would_work(tmp_path, text):
+    path = tmp_path / "calibration.json"
+    path.write_text(text)
+    with pytest.raises(SpecError, match="python -m engine calibrate") as refused:
+        load(path)
+    assert refused.value.code == "bad_calibration"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, "fast", True, None])
+def test_so_is_one_with_an_impossible_number(tmp_path, value):
+    values = MADE.to_dict() | {"together": value}
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(SpecError):
+        load(path)
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SpecError, match="cannot be written"):
+        store(MADE, tmp_path / "file" / "calibration.json")
+
+
+# The machine
+
+
+def test_it_holds_where_it_was_made():
+    check(MADE, this_machine(), time.time())
+
+
+OTHER = {
+    "host": "0" * 16, "cpu": "another", "cores": 1234, "memory": 1, "gpus": ("another",), "system": "another",
+    "torch": "0.1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIFFERS)
+def test_it_does_not_hold_elsewhere_or_with_another_torch(name):
+    of_another = dataclasses.replace(MADE, identity=dataclasses.replace(MADE.identity, **{name: OTHER[name]}))
+    with pytest.raises(SpecError, match="python -m engine calibrate") as refused:
+        check(of_another, this_machine(), time.time())
+    stale = name in ("torch", "cores")
+    assert refused.value.code == ("stale_calibration" if stale else "foreign_calibration")
+    assert name in str(refused.value)
+
+
+def test_it_does_not_hold_for_ever():
+    day = 86_400
+    check(MADE, this_machine(), MADE.made + (OLD - 1) * day)
+    with pytest.raises(SpecError, match=f"{OLD + 1} days") as refused:
+        check(MADE, this_machine(), MADE.made + (OLD + 1.01) * day)
+    assert refused.value.code == "old_calibration"
+
+
+def test_every_part_of_an_identity_is_compared():
+    assert set(DIFFERS) == {f.name for f in dataclasses.fields(calibration.Identity)}
+
+
+# Which one is used
+
+
+def test_a_machine_without_one_gets_what_is_shipped(monkeypatch, tmp_path):
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert place() == tmp_path / "lockstep" / "calibration.json"
+    found = find()
+    assert (found.source, found.refused) == ("shipped", None)
+    assert found.calibration == load(SHIPPED)
+
+
+def test_a_machine_with_one_gets_its_own(monkeypatch, tmp_path):
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    store(MADE, place())
+    assert find() == (MADE, "calibrated", None)
+    assert machine("local").flop_rate == pytest.approx(1e9 / 1.001e-3)
+
+
+def test_one_that_does_not_hold_is_left_for_what_is_shipped_and_the_reason_kept(monkeypatch, tmp_path):
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    store(dataclasses.replace(MADE, made=0.0), place())
+    found = find()
+    assert found.source == "shipped" and found.refused.code == "old_calibration"
+    assert calibration.told()["refused"] == str(found.refused)
+
+
+def test_one_that_was_asked_for_by_name_and_does_not_hold_is_an_error(monkeypatch, tmp_path):
+    path = tmp_path / "mine.json"
+    monkeypatch.setenv(VARIABLE, str(path))
+    with pytest.raises(SpecError) as missing:
+        find()
+    assert missing.value.code == "no_file"
+    store(dataclasses.replace(MADE, made=0.0), path)
+    with pytest.raises(SpecError) as old:
+        find()
+    assert old.value.code == "old_calibration"
+    store(MADE, path)
+    assert find() == (MADE, "calibrated", None)
+
+
+# Seconds of an op
+
+
+def test_between_two_sizes_time_is_on_their_line_and_beyond_them_it_goes_on():
+    curve = ((10.0, 1.0), (20.0, 3.0), (40.0, 4.0))
+    wanted = {0: 1.0, 10: 1.0, 15: 2.0, 20: 3.0, 30: 3.5, 40: 4.0, 60: 5.0}
+    assert {size: along(curve, size) for size in wanted} == wanted
+    assert along(((10.0, 1.0),), 99) == 1.0
+    assert along(((0.0, 1.0, 2.0), (1.0, 2.0, 4.0)), 9, 2) == 4.0  # cores do not grow without end
+
+
+def test_an_op_takes_its_fixed_part_its_bytes_and_its_flops():
+    """2e-4 + 1e5 bytes at 1e-9 + 1e9 FLOPs at a TFLOP/s."""
+    op = Op(kind="forward", stage=0, microbatch=0, part="block7", bytes=100_000, flops=10**9)
+    alone = Local(MADE)
+    assert alone.compute(op, 1) == pytest.approx(2e-4 + 1e-4 + 1e-3, rel=2e-3)
+    assert Local(MADE, ("fsdp",)).compute(op, 1) == pytest.approx(3e-4 + 1e-4 + 1e-3, rel=2e-3)
+    # What was not measured under its own name takes what it takes alone.
+    assert Local(MADE, ("ddp",)).compute(op, 1) == alone.compute(op, 1)
+
+
+def test_more_threads_make_products_faster():
+    op = Op(kind="forward", part="block1", flops=10**9)
+    two = dataclasses.replace(MADE, ops={k.replace("single/1", "single/2"): v for k, v in MADE.ops.items()})
+    assert Local(two).compute(op, 2) == pytest.approx(2e-4 + 0.5e-3, rel=2e-3)
+
+
+def test_a_stage_takes_what_its_layers_take_and_what_its_schedule_adds():
+    op = Op(kind="forward", stage=1, microbatch=0, bytes=200_000, flops=10**9)
+    seconds = Local(MADE, ("pipeline",)).compute(op, 1, ("block1", "block2"))
+    assert seconds == pytest.approx(5e-5 + 2 * 2e-4 + 200_000 * 1e-9 + 1e-3, rel=2e-3)
+
+
+def test_a_half_of_a_backward_takes_half_of_what_it_takes_beside_its_products():
+    half = Op(kind="backward_input", stage=0, microbatch=0, part="block1", bytes=0)
+    assert Local(MADE, ("pipeline",)).compute(half, 1) == pytest.approx(2e-4)
+
+
+def test_a_communication_takes_what_it_took_between_as_many_processes():
+    op = Op(kind="all_reduce", axis="dp", bytes=500_000)
+    assert Local(MADE).communication(op, 2) == (pytest.approx(6e-4), pytest.approx(1.5))
+    assert Local(MADE).communication(op, 4) == (pytest.approx(1.8e-3), pytest.approx(2.0))
+    # Not measured: a ring has as many turns as it has ranks, less one.
+    assert Local(MADE).communication(op, 7)[0] == pytest.approx(2 * 1.8e-3)
+    assert Local(MADE).communication(op, 1) == (0.0, 0.0)
+
+
+def test_before_an_op_its_rank_spends_its_lead_where_it_waits_for_the_op():
+    wrapped = Local(MADE, ("fsdp",))
+    gather = Op(kind="all_gather", axis="fsdp", part="block3", bytes=10**6)
+    assert wrapped.lead(gather) == pytest.approx(5e-4 + 1e-3)
+    assert wrapped.lead(dataclasses.replace(gather, asynchronous=True)) == 0.0
+    assert wrapped.lead(Op(kind="forward", part="block3", bytes=10**6)) == pytest.approx(1e-3 + 1e-3)
+
+
+def test_layers_that_differ_in_their_number_are_of_one_class():
+    parts = ("block12", "block1.attention", "fc2", "conv1", "conv2", "owner3", "")
+    assert [part_class(part) for part in parts] == ["block", "block.attention", "fc", "conv1", "conv2", "owner", ""]
+
+
+def test_a_mesh_of_several_axes_is_run_by_several():
+    assert run_by("hybrid", {"pp": 2, "fsdp": 2, "tp": 1, "dp": 1}) == ("fsdp", "pipeline")
+    assert run_by("hsdp", {"dp": 2, "fsdp": 2}) == ("fsdp",)
+
+
+# What is made of measurements
+
+
+def test_a_line_is_found_again_and_no_part_of_it_is_negative():
+    assert line([(x, 1e-3 + 2e-6 * x) for x in (10, 100, 1000)]) == pytest.approx((1e-3, 2e-6))
+    assert line([(10, 5e-3), (1000, 1e-3)])[1] == 0.0
+    fixed, slope = line([(1000, 1e-3), (2000, 4e-3)])
+    assert fixed == 0.0 and 1e-6 < slope < 2e-6
+    assert line([]) == (0.0, 0.0)
+
+
+def test_costs_are_found_again_from_what_ops_of_these_costs_take():
+    """What the products took is not counted twice, and a core that is slower among others is so no longer."""
+    alone = Local(dataclasses.replace(MADE, ops={}))
+    samples = []
+    for size, flops in ((10_000, 10**7), (1_000_000, 10**9)):
+        beside = 2e-4 + 1e-9 * size
+        seconds = (beside + alone.matmul(flops, 1)) / 0.9
+        samples.append(Sample("forward", "block1", size, flops, seconds, (1e-4 + 3e-9 * size) / 0.9))
+    found = costs("ddp", samples, alone, 0.9)
+    assert found["ddp/forward/block"] == pytest.approx(Cost(1e-4, 2e-4, 1e-9, 3e-9), rel=1e-6)
+    assert found["ddp/forward/*"] == found["ddp/forward/block"]
+
+
+def test_a_collective_takes_from_its_last_start_to_its_last_end():
+    """By hand: two calls of two ranks, 300 and 500 ns; 0.5 and 1 cores busy."""
+    calls = ([[[0, 650], [0, 600]], [[900, 1800], [1000, 1700]]], [[[0, 550], [300, 500]], [[900, 1700], [1200, 1600]]])
+    found = [{"all_reduce/64": {"busy": busy, "calls": c}} for busy, c in zip((0.5, 1.0), calls, strict=True)]
+    assert curves(found, 2) == {"all_reduce/2": ((64.0, pytest.approx(400e-9), 1.5),)}
+
+
+def test_a_message_takes_from_its_send_to_the_end_of_its_receive():
+    """Called at 100, there at 350 ns, though it was seen to be sent at 400 only."""
+    ends = ([[[100, 900], [400, 410], [420, 700]]], [[[0, 650], [10, 350], [500, 600]]])
+    found = [{"send/64": {"busy": 0.5, "calls": calls}} for calls in ends]
+    assert curves(found, 2) == {"send/2": ((64.0, pytest.approx(250e-9), 1.0),)}
