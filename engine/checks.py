@@ -148,7 +148,7 @@ def _check_expert_axis(spec: Spec) -> None:
     """Experts are shared out among ranks that have the same of all the rest."""
     if family(spec.model) != "moe":
         if spec.ep > 1:
-            raise SpecError("model_of_mode", "model", spec.model, suggest=MODE_MODELS["expert"], mode="expert")
+            raise SpecError("model_of_mode", "model", spec.model, suggest=MODE_MODELS["expert"][:1], mode="expert")
         return
     works = MODEL_AXES[spec.model]
     for other in (axis for axis in AXES if axis not in works):
