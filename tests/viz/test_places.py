@@ -229,6 +229,15 @@ def test_experts_have_a_cell_beside_the_rest_of_their_block_and_each_device_a_ru
     assert payload["boxes"][1]["layers"] == ["embed", "block1", "", "head"]
 
 
+def test_shards_of_experts_lie_side_by_side_in_their_run_and_those_of_the_rest_in_theirs():
+    plan, layers, timeline = predicted("hybrid", 4, model="moe", layers=1, fsdp=2, ep=2)
+    cells = [box.cells for box in picture_info(plan, layers, timeline).places.boxes]
+    for rank, (shard, place) in enumerate(((0, 0), (0, 1), (1, 0), (1, 1))):  # its coordinates on fsdp and ep
+        rest, experts = [[(x - c.x0) / (c.x1 - c.x0) for x in c.kept] for c in cells[rank][1:3]]
+        assert rest == pytest.approx([shard / 2, (shard + 1) / 2])
+        assert experts == pytest.approx([place / 2 + shard / 4, place / 2 + (shard + 1) / 4])
+
+
 def test_a_layer_that_is_whole_fills_its_cell_and_one_that_is_absent_none_of_it():
     first, second = places(TWO, ["a", "b"]).boxes[0].cells
     assert first.kept == (first.x0, first.x1)

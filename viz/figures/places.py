@@ -109,7 +109,7 @@ def places(
         stage_of |= zip(program.holds, program.stages, strict=False)
         cells = _cells(layers, stage_of, _held(plan, rank), _updated(plan, rank), inner, stacked)
         if stacked and plan.mesh.degree("ep") > 1:
-            cells = _with_experts(cells, experts, plan.mesh.degree("ep"), plan.mesh.coordinate(rank, "ep"))
+            cells = _with_experts(cells, experts, plan.mesh, rank)
         boxes.append(Box(rank, tuple(stages), held, x - wide / 2, x + wide / 2, y, y + high, cells, loads))
     hidden, links = plan.world_size - len(ranks), tuple(sorted(graph.edges))
     return Places(tuple(boxes), hidden, height, links, _frames(plan, boxes))
@@ -294,8 +294,16 @@ def _cells(
     return tuple(cells)
 
 
-def _with_experts(cells: Sequence[Cell], experts: Sequence[int], ranks: int, place: int) -> tuple[Cell, ...]:
-    """Where experts are shared out over ranks, each block's have the right half of its cell: there, a run is held."""
+def _with_experts(cells: Sequence[Cell], experts: Sequence[int], mesh: Mesh, rank: int) -> tuple[Cell, ...]:
+    """Where experts are shared out over ranks, each block's have the right half of its cell: there, a run is held. Of
+    both halves ranks on fsdp hold as much as each other."""
+    ranks, place = mesh.degree("ep"), mesh.coordinate(rank, "ep")
+    shards = mesh.degree("fsdp")
+    shard = mesh.coordinate(rank, "fsdp") / shards
+
+    def own(begin: float, end: float) -> tuple[float, float]:
+        return begin + shard * (end - begin), begin + (shard + 1 / shards) * (end - begin)
+
     found: list[Cell] = []
     for cell in cells:
         count = experts[cell.layers[0]] if experts else 0
@@ -304,8 +312,8 @@ def _with_experts(cells: Sequence[Cell], experts: Sequence[int], ranks: int, pla
             continue
         middle = (cell.x0 + cell.x1) / 2
         step, each = (cell.x1 - middle - 2) / count, count // ranks * cell.held
-        right = (middle + 2 + place * each * step, middle + 2 + (place + 1) * each * step)
-        left = (cell.x0, middle - 2) if cell.held else cell.kept
+        right = own(middle + 2 + place * each * step, middle + 2 + (place + 1) * each * step)
+        left = own(cell.x0, middle - 2) if cell.held else cell.kept
         found += [
             cell._replace(x1=middle - 2, kept=left, updated=left),
             cell._replace(

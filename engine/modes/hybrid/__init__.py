@@ -46,6 +46,7 @@ LESSON = Lesson(
             "Gradients add up over microbatches, then are reduce-scattered along fsdp, once a step.",
             kinds=("reduce_scatter",),
             payload="gradient",
+            axis="fsdp",
         ),
         Step(
             "Average over replicas",
