@@ -44,7 +44,7 @@ from engine.settings import (
     TENSOR_MODES,
     TOKEN_MODELS,
     TORCH_FLOOR,
-    degrees,
+    degree,
     planned_only,
     replicas,
 )
@@ -73,7 +73,7 @@ class Job:
 
     def degree(self, axis: str) -> int:
         """How many coordinates the mesh has on `axis`; 1 where it does not have it."""
-        return degrees(self.spec).get(axis, 1)
+        return degree(self.spec, axis)
 
     @property
     def num_params(self) -> int:

@@ -135,8 +135,8 @@ def _wrong(op: Op, plan: Plan) -> str:
     """What makes an op meaningless on any rank, in words; empty when nothing does."""
     if op.kind not in KINDS:
         return f"there is no kind of op called {op.kind}"
-    for name in ("bytes", "flops", "saved"):
-        if wrong := _wrong_size(name, getattr(op, name)):
+    for name, value in (("bytes", op.bytes), ("flops", op.flops), ("saved", op.saved)):
+        if wrong := _wrong_size(name, value):
             return wrong
     if not op.axis:
         return "" if op.kind in COMPUTE and op.peer is None else "it communicates, and names no axis"

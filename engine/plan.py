@@ -82,6 +82,7 @@ class Mesh:
     def size(self) -> int:
         return math.prod(self.degrees)
 
+    @functools.lru_cache(maxsize=1024)  # noqa: B019
     def has(self, axis: str) -> bool:
         return all(each in self.axes for each in FLAT.get(axis, (axis,)))
 

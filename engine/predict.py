@@ -13,6 +13,7 @@ from engine.analysis.shares import (
     bubble_over_ideal,
     exposed_communication_fraction,
     overlap_fraction,
+    shares,
 )
 from engine.analysis.summary import summary as summarise
 from engine.cost.local import run_by
@@ -58,6 +59,7 @@ class Prediction:
     def summary(self) -> dict[str, Any]:
         """Seconds and bytes; lists have one entry a rank."""
         simulation, plan = self.simulation, self.plan
+        spent = shares(simulation.by_role)
         return {
             "mode": self.job.spec.mode,
             "devices": self.job.spec.devices,
@@ -65,10 +67,10 @@ class Prediction:
             **self.job.batches,
             "step_time": self.step_time,
             "samples_per_second": self.job.spec.global_batch / self.step_time if self.step_time else None,
-            "bubble_fraction": bubble_fraction(simulation.by_role),
-            "bubble_over_ideal": bubble_over_ideal(simulation.by_role),
-            "exposed_communication_fraction": exposed_communication_fraction(simulation.by_role),
-            "overlap_fraction": overlap_fraction(simulation.by_role),
+            "bubble_fraction": bubble_fraction(spent),
+            "bubble_over_ideal": bubble_over_ideal(spent),
+            "exposed_communication_fraction": exposed_communication_fraction(spent),
+            "overlap_fraction": overlap_fraction(spent),
             **summarise([simulated(simulation)]),
             "mfu": self.utilisation(self.step_time, self.machine),
             "num_ops": sum(len(p.ops) * n for p, n in zip(plan.programs, simulation.graph.num_ranks, strict=True)),

@@ -180,6 +180,13 @@ def applies(setting: str, mode: str, model: str) -> bool:
     return True
 
 
+def degree(spec: Spec, axis: str) -> int:
+    """Of one of the axes in `degrees`; 1 where the mesh does not have it."""
+    if spec.mode in MODE_AXIS:
+        return spec.devices if MODE_AXIS[spec.mode] == axis else 1
+    return getattr(spec, axis) if axis in MODE_SETTINGS[spec.mode] else 1
+
+
 def degrees(spec: Spec) -> dict[str, int]:
     """Mesh axis -> degree, of a spec whose mode's settings are filled in."""
     if spec.mode in MODE_AXIS:
@@ -189,4 +196,4 @@ def degrees(spec: Spec) -> dict[str, int]:
 
 def replicas(spec: Spec) -> int:
     """Parts that a batch is cut into: one a device, or one a group of devices that work on the same samples."""
-    return math.prod(degrees(spec).get(axis, 1) for axis in DATA_AXES)
+    return math.prod(degree(spec, axis) for axis in DATA_AXES)

@@ -7,7 +7,7 @@ no idle time and nothing exposed: 0.0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -62,30 +62,30 @@ class Shares(NamedTuple):
         return max(0.0, self.device_seconds - self.busy)
 
 
-def bubble_fraction(timeline: Timeline, *, since: int = 0) -> float:
+def bubble_fraction(timeline: Timeline | Sequence[Shares], *, since: int = 0) -> float:
     """Idle compute time / (ranks × makespan), from 0 to 1; the median of the steps from `since` on."""
-    return _median([s.idle / s.device_seconds for s in shares(timeline, since=since) if s.makespan])
+    return _median([s.idle / s.device_seconds for s in _shares(timeline, since) if s.makespan])
 
 
-def bubble_over_ideal(timeline: Timeline, *, since: int = 0) -> float:
+def bubble_over_ideal(timeline: Timeline | Sequence[Shares], *, since: int = 0) -> float:
     """Idle / busy compute time, the other definition in use (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
 
     Busy time stands for the ideal, in which no rank ever waits. Steps without compute have none, and are left out.
     """
-    steps = shares(timeline, since=since)
+    steps = _shares(timeline, since)
     return _median([s.idle / s.busy for s in steps if s.busy])
 
 
-def exposed_communication_fraction(timeline: Timeline, *, since: int = 0) -> float:
+def exposed_communication_fraction(timeline: Timeline | Sequence[Shares], *, since: int = 0) -> float:
     """Time in which a rank communicates and does not compute / (ranks × makespan); the median of the steps."""
-    steps = shares(timeline, since=since)
+    steps = _shares(timeline, since)
     return _median([float(s.weights @ s.exposed) / s.device_seconds for s in steps if s.makespan])
 
 
-def overlap_fraction(timeline: Timeline, *, since: int = 0) -> float | None:
+def overlap_fraction(timeline: Timeline | Sequence[Shares], *, since: int = 0) -> float | None:
     """The part of the communication that is hidden under compute, from 0 to 1, over all ranks; the median of the steps.
     In a measured step a rank communicates also while it waits for others in a collective. None: nobody communicates."""
-    steps = [s for s in shares(timeline, since=since) if s.communicating.any()]
+    steps = [s for s in _shares(timeline, since) if s.communicating.any()]
     hidden = [1 - float(s.weights @ s.exposed) / float(s.weights @ s.communicating) for s in steps]
     return _median(hidden) if hidden else None
 
@@ -107,6 +107,11 @@ def shares(timeline: Timeline, *, since: int = 0) -> list[Shares]:
     exposed = np.maximum(busy - computing, 0.0)
     makespans, weights = (last - first).tolist(), timeline.weights
     return [Shares(s, makespans[i], computing[i], exposed[i], communicating[i], weights) for i, s in enumerate(steps)]
+
+
+def _shares(given: Timeline | Sequence[Shares], since: int) -> Sequence[Shares]:
+    """Of a timeline, or those that somebody has already."""
+    return shares(given, since=since) if isinstance(given, Timeline) else given
 
 
 def busy_seconds(timeline: Timeline, *, since: int = 0) -> dict[str, float]:
@@ -181,7 +186,7 @@ def _steps(timeline: Timeline) -> tuple[list[int], np.ndarray, np.ndarray, np.nd
 
 
 def _is_compute(timeline: Timeline) -> np.ndarray:
-    return np.frompyfunc(frozenset(COMPUTE).__contains__, 1, 1)(timeline["kind"]).astype(bool)
+    return np.fromiter(map(frozenset(COMPUTE).__contains__, timeline["kind"]), dtype=bool, count=len(timeline))
 
 
 def _median(values: list[float]) -> float:

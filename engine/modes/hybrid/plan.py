@@ -6,6 +6,8 @@ over dp and cp; or, in a pipeline, dealt out to stages first.
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
+
 from engine import chain
 from engine.job import Job
 from engine.modes.context.cuts import own_tokens
@@ -24,16 +26,20 @@ def plan(job: Job, step: int) -> Plan:
         return expert.on_mesh(job, mesh, step)
     apart = job.routed is not None and job.degree("ep") > 1  # each rank gets tokens of its own number
     made: dict[tuple[Seat, int], list[Program]] = {}  # (seat, rank of a pipeline) -> of each coordinate on fsdp
-    played: list[Program] = []
-    for rank in range(mesh.size):
+    axes = [axis for axis in mesh.axes if apart or axis in ("pp", "cp", "fsdp")]  # along which programs differ
+    places = np.stack([np.zeros(mesh.size, dtype=np.int64), *(_coordinates(mesh, axis) for axis in axes)])
+    _, first, kind = np.unique(places, axis=1, return_index=True, return_inverse=True)
+    played: dict[int, Program] = {}
+    for rank in sorted(first.tolist()):
         seat, at = seat_of(mesh, rank) if apart else Seat(cp=_at(mesh, rank, "cp")), _at(mesh, rank, "pp")
         if (seat, at) not in made:
             made |= {(seat, i): new for i, new in _made(own, mesh, seat, [at] if apart else range(job.degree("pp")))}
-        played.append(made[seat, at][shard_of(mesh, rank)])
-    programs = {id(program): program for program in played}
+        played[rank] = made[seat, at][shard_of(mesh, rank)]
+    programs = {id(program): program for program in played.values()}
     number = {name: i for i, name in enumerate(programs)}
+    of_rank = np.array([number[id(played[rank])] for rank in first.tolist()])[kind.reshape(-1)]
     names = tuple(layer.name for layer in job.layers)
-    return Plan(mesh, tuple(programs.values()), tuple(number[id(program)] for program in played), names)
+    return Plan(mesh, tuple(programs.values()), tuple(of_rank.tolist()), names)
 
 
 def _made(job: Job, mesh: Mesh, seat: Seat, ranks: Iterable[int]) -> Iterator[tuple[int, list[Program]]]:
@@ -48,6 +54,11 @@ def mesh_of(job: Job) -> Mesh:
     """The axes that have more than one coordinate, in the order of AXES; a single rank is a replica."""
     axes = [axis for axis in AXES if job.degree(axis) > 1] or ["dp"]
     return Mesh(tuple(axes), tuple(job.degree(axis) for axis in axes))
+
+
+def _coordinates(mesh: Mesh, axis: str) -> np.ndarray:
+    """Of every rank."""
+    return np.arange(mesh.size) // mesh.stride(axis) % mesh.degree(axis)
 
 
 def _at(mesh: Mesh, rank: int, axis: str) -> int:

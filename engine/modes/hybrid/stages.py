@@ -43,12 +43,13 @@ def in_stages(
         stage_of = {i: stage for stage in stages for i in job.stage_layers[stage]}
         kept = {i: layers[i] for i in sorted(stage_of)}
         passes: Passes = {}
+        halves = any(action.kind in ("backward_input", "backward_weight") for action in rows[rank])
         for stage in stages:
-            passes |= _passes(job, mesh, layers, stage, sizes[stage], seat)
+            passes |= _passes(job, mesh, layers, stage, sizes[stage], seat, halves=halves)
         row = _gathering_first(rows[rank], passes) if spec.schedule in ONE_STAGE else rows[rank]
         if job.routed is not None and job.degree("ep") > 1:
             for stage, turn in product(stages, range(spec.microbatches)):
-                of_turn = _passes(job, mesh, layers, stage, sizes[stage], seat, turn)
+                of_turn = _passes(job, mesh, layers, stage, sizes[stage], seat, turn, halves=halves)
                 passes |= {(_turned(kind, turn), stage): ops for (kind, stage), ops in of_turn.items()}
             row = [action._replace(kind=_turned(action.kind, action.microbatch)) for action in row]
         before = [replace(op, part=tokens_of(job, seat)) for op in load(job, stages, pipelines)]
@@ -75,29 +76,21 @@ def rows_of(schedule: str, ranks: int, microbatches: int, stages_per_rank: int) 
     return messages.add_late(order if schedule in ONE_STAGE else add_gathers(order), pipelines)
 
 
-def _passes(job: Job, mesh: Mesh, whole: Sequence[Layer], stage: int, sent: int, seat: Seat, turn: int = 0) -> Passes:
-    """What a stage does for a microbatch, and once in a step.
-
-    A backward's two halves share its FLOPs; the weights' half needs nobody. A first stage leaves all to that half. The
-    runtime of schedules gathers a stage in the background.
-    """
+def _passes(
+    job: Job, mesh: Mesh, whole: Sequence[Layer], stage: int, sent: int, seat: Seat, turn: int = 0, *, halves: bool
+) -> Passes:
+    """What a stage does for a microbatch, and once in a step; `halves`: of a backward, too. The runtime of schedules
+    gathers a stage in the background."""
     layers = [whole[i] for i in job.stage_layers[stage]]
     is_sent = stage < len(job.stages) - 1
     cut = units_of(job, layers, samples_of(job), seat, stage=stage, turn=turn, sent=is_sent)
     if is_sent:  # its output is kept by who gets it (`beside`)
         cut[-1] = replace(cut[-1], forward=_without(cut[-1].forward, sent))
     backward = [op for unit in reversed(cut) for op in unit.backward]
-    halves = [replace(op, flops=op.flops // 2, bytes=op.bytes // 2) if op.is_compute else op for op in backward]
-    total, half = (chain.whole_stage([op for op in ops if op.is_compute]) for ops in (backward, halves))
-    weights = replace(total, kind="backward_weight", flops=total.flops - half.flops, bytes=total.bytes - half.bytes)
-    nothing = replace(half, kind="backward_input", flops=0, bytes=0)
-    first = stage == 0
     gathers = [[*gather(unit.layer, job, mesh)] for unit in cut]
     passes: Passes = {
         ("forward", stage): [op for unit in cut for op in unit.forward],
         ("backward", stage): backward,
-        ("backward_input", stage): [nothing] if first else _renamed(halves, "backward_input"),
-        ("backward_weight", stage): _renamed(backward, "backward_weight") if first else [weights],
         ("unshard", stage): [replace(op, asynchronous=True) for ops in gathers for op in ops],
         ("reshard", stage): [],
         ("reduce_grad", stage): [op for unit in cut for op in reduce(unit, job, mesh)] if is_shared(mesh) else [],
@@ -105,7 +98,18 @@ def _passes(job: Job, mesh: Mesh, whole: Sequence[Layer], stage: int, sent: int,
     }
     for i, unit, ops in zip(count(), cut, gathers, strict=False):  # layer by layer
         passes |= {(f"gather {i}", stage): ops, (f"forward {i}", stage): unit.forward}
-    return passes
+    return passes | (_halves(backward, stage) if halves else {})
+
+
+def _halves(backward: Sequence[Op], stage: int) -> Passes:
+    """A backward's two halves share its FLOPs; the weights' half needs nobody. A first stage leaves it all."""
+    halves = [replace(op, flops=op.flops // 2, bytes=op.bytes // 2) if op.is_compute else op for op in backward]
+    total, half = (chain.whole_stage([op for op in ops if op.is_compute]) for ops in (backward, halves))
+    weights = replace(total, kind="backward_weight", flops=total.flops - half.flops, bytes=total.bytes - half.bytes)
+    nothing = replace(half, kind="backward_input", flops=0, bytes=0)
+    if stage == 0:
+        return {("backward_input", stage): [nothing], ("backward_weight", stage): _renamed(backward, "backward_weight")}
+    return {("backward_input", stage): _renamed(halves, "backward_input"), ("backward_weight", stage): [weights]}
 
 
 def _without(ops: Sequence[Op], sent: int) -> tuple[Op, ...]:

@@ -27,8 +27,15 @@ def units(
     the last output may be sent on."""
     if job.degree("tp") == job.degree("cp") == 1:
         return chain.units(layers, samples, stage=stage or 0, spec=job.spec, sent=sent)
-    out = []
+    out: list[chain.Unit] = []
+    blocks: dict[tuple[Layer, bool], chain.Unit] = {}  # those of a large model are cut once
     for layer in layers:
+        last = sent and layer is layers[-1]
+        alike = layer.name.startswith("block") and job.routed is None
+        block = (dataclasses.replace(layer, name=""), last) if alike else None
+        if block in blocks:
+            out.append(_renamed(blocks[block], layer))
+            continue
         there, back = forward(job, layer), backward(job, layer)
         kept = kept_by(job, layer, there)
         ahead, behind = [], []
@@ -38,7 +45,7 @@ def units(
                 continue
             (op,) = chain.forward([item], samples, stage=stage or 0)
             ahead.append(dataclasses.replace(op, saved=kept[item.name] * samples))
-        again = _again(job, layer, there, samples, stage, sent=sent and layer is layers[-1])
+        again = _again(job, layer, there, samples, stage, sent=last)
         for item in back:
             if isinstance(item, Layer) and item.params:  # the first one that needs what forward made
                 behind, again = behind + again, []
@@ -47,7 +54,18 @@ def units(
             else:
                 behind += chain.backward([item], samples, stage=stage or 0)
         out.append(chain.Unit(layer, tuple(ahead), tuple(behind)))
+        if block is not None:
+            blocks[block] = out[-1]
     return out
+
+
+def _renamed(unit: chain.Unit, layer: Layer) -> chain.Unit:
+    """What a layer like another does: the same, by its own name."""
+    old = len(unit.layer.name)
+    passes = (unit.forward, unit.backward)
+    return chain.Unit(
+        layer, *(tuple(dataclasses.replace(op, part=layer.name + op.part[old:]) for op in ops) for ops in passes)
+    )
 
 
 def _again(job: Job, layer: Layer, cut: Cut, samples: int, stage: int | None, *, sent: bool) -> list[Op]:

@@ -6,7 +6,9 @@ each rank embeds the tokens that it has, and computes their logits.
 """
 
 import dataclasses
-from collections.abc import Container
+import functools
+import types
+from collections.abc import Container, Mapping
 from typing import Any
 
 from engine.job import Job
@@ -18,18 +20,23 @@ ATTENTION, MLP = ("norm1", "qkv", "proj"), ("norm2", "gate", "up", "down")  # mo
 CUT = {("vocabulary", "weight"): 0, ("column", "weight"): 0, ("column", "bias"): 0, ("row", "weight"): 1}  # the dim
 
 
-def styles(job: Job) -> dict[str, str]:
+def styles(job: Job) -> Mapping[str, str]:
     """Module name -> column, row, or vocabulary (rows of an embedding); what is not named is whole on every rank."""
     if job.degree("tp") == 1:
         return {}
     if family(job.spec.model) == "gpt":
-        blocks = [layer.name for layer in job.layers[1:-1]]
-        inside = {name.split(".")[0] for name, _ in job.layers[1].params}
-        cut = {f"{block}.{name}": style for block in blocks for name, style in BLOCK.items() if name in inside}
-        return {"embed.token": "vocabulary", **cut, "head.linear": "column"}
+        inside = frozenset(name.split(".")[0] for name, _ in job.layers[1].params)
+        return _of_blocks(tuple(layer.name for layer in job.layers[1:-1]), inside)
     linear = [layer.name for layer in job.layers if len(layer.params[0][1]) == 2]
     pairs = zip(linear[::2], linear[1::2], strict=False)  # an odd one at the end stays whole
     return {name: style for pair in pairs for name, style in zip(pair, ("column", "row"), strict=True)}
+
+
+@functools.lru_cache(maxsize=64)  # asked for each layer
+def _of_blocks(blocks: tuple[str, ...], inside: frozenset[str]) -> Mapping[str, str]:
+    """`inside`: names of the modules that each block has."""
+    cut = {f"{block}.{name}": style for block in blocks for name, style in BLOCK.items() if name in inside}
+    return types.MappingProxyType({"embed.token": "vocabulary", **cut, "head.linear": "column"})
 
 
 def norms_of(layer: Layer) -> dict[str, tuple[int, ...]]:
