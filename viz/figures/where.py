@@ -70,6 +70,8 @@ def plot_where(info: WhereInfo, text: Text) -> go.Figure:
     for column, (name, look, idle) in enumerate(looks):
         seconds = [row.seconds[column] for row in info.rows]
         marker = {"color": look.colour, "line": {"color": theme.GROUND, "width": 1}}
+        if idle:  # fainter than work, on a light ground and on a dark one
+            marker["opacity"] = 0.75
         if idle and look.pattern:
             marker["pattern"] = {
                 "shape": look.pattern, "bgcolor": look.colour, "fgcolor": look.ink, "fgopacity": 0.3,
@@ -97,7 +99,9 @@ def plot_where(info: WhereInfo, text: Text) -> go.Figure:
                "range": [0, _round(info.makespan / size) or 1]},
         yaxis={
             "tickvals": places,
-            "ticktext": [text("figure.rank", rank=row.rank) + ("+" if row.ranks > 1 else "") for row in info.rows],
+            "ticktext": [
+                text("figure.rank", rank=row.rank) + (f" ×{row.ranks}" if row.ranks > 1 else "") for row in info.rows
+            ],
             "range": [max(1, len(places)) - 0.5, -0.5],
             "automargin": True,
             "ticks": "outside",

@@ -80,11 +80,12 @@ def _sentence(gap: Mapping[str, Any], text: Catalogue) -> str:
 
 
 def _path(path: Mapping[str, Any], text: Catalogue) -> str:
-    """Its parts by kind of op, the largest first."""
+    """Its parts by kind of op, the largest first; what is less than a percent is left out."""
     whole = path["seconds"] or 1.0
     names = {
         kind: text(f"figure.cause.{kind}") if f"figure.cause.{kind}" in text else op_name(text, kind)
         for kind in path["by_kind"]
     }
-    parts = [f"{names[kind]} {100 * seconds / whole:.0f} %" for kind, seconds in list(path["by_kind"].items())[:KINDS]]
+    shares = [(names[kind], 100 * seconds / whole) for kind, seconds in list(path["by_kind"].items())[:KINDS]]
+    parts = [f"{name} {share:.0f} %" for name, share in shares if share >= 1]
     return text("waits.path", parts=text("waits.comma").join(parts))
