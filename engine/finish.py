@@ -31,6 +31,8 @@ from engine.cost.memory import CATEGORIES, METHOD, errors
 from engine.health import local_losses, memory_growth, repeated_orders
 from engine.job import Job, prepare
 from engine.modes import FIRST_STEADY_STEP
+from engine.paced import MINIATURE, TABLE
+from engine.pictured import trained
 from engine.predict import Prediction, predict
 from engine.spec import Spec
 from engine.timeline import NONE, Span, Timeline
@@ -44,7 +46,8 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
     `state` is finished, stopped or failed. A run that ended early gets the same result from the steps that it did.
     """
     folder = Path(run_dir)
-    job = prepare(Spec.from_dict(read_json(folder / "spec.json")))
+    asked = prepare(Spec.from_dict(read_json(folder / "spec.json")))
+    job = trained(asked)
     steps = [read_steps(folder, rank) for rank in range(job.processes)]
     done = min((len(rows) for rows in steps), default=0)
     routed = [_routed(steps, step) for step in range(done)]
@@ -57,7 +60,9 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
     step_time = median(step_times) if done else None
     whole = timeline.where(timeline["step"] < done)
     validation = folder / "validation.json"
-    prediction = predict(job.spec)
+    prediction = predict(asked.spec)
+    (folder / TABLE).unlink(missing_ok=True)
+    on_its_machine = job.spec.device == "cuda" or asked.spec.paced is not None
     result = {
         "run_id": folder.name,
         "status": state,
@@ -71,6 +76,7 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
         "warmup_steps": steady.start,
         "step_time": step_time,
         "predicted_step_time": prediction.step_time,
+        "scale_model": _scale_model(job, prediction),
         "samples_per_second": job.spec.global_batch / step_time if step_time else None,
         **job.batches,
         "losses": [_mean(rows[s]["loss"] for rows in steps) for s in range(done)],
@@ -83,7 +89,7 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
         "conformance": conformance,
         "accuracy": _accuracy(job, prediction, whole, steps, step_times, steady),
         "expert_tokens": _expert_tokens(job, routed),
-        "memory": _memory(folder, job, prediction),
+        "memory": _memory(folder, asked, prediction),
         "peak_memory": _peak_memory(job, steps),
         "memory_growth": _each_device(job, [memory_growth(rows) for rows in steps]),
         "bubble_fraction": bubble_fraction(whole, since=steady.start) if len(whole) else None,
@@ -93,14 +99,24 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
         ),
         "overlap_fraction": overlap_fraction(whole, since=steady.start) if len(whole) else None,
         # The peak of the machine that was named says nothing of the CPU on which it ran.
-        "mfu": prediction.utilisation(step_time, prediction.machine if job.spec.device == "cuda" else None),
-        **_analysis(job, whole, routed, steady, conformance),
+        "mfu": prediction.utilisation(step_time, prediction.machine if on_its_machine else None),
+        # What waits for what is as it is pictured, with as many tokens for each expert.
+        **_analysis(asked, whole, routed if asked is job else [None] * done, steady, conformance),
         "wall_time": _wall_seconds(folder, steps),
         "error": error,
-        "spec": job.spec.to_dict(),
+        "spec": asked.spec.to_dict(),
     }
     write_json(folder / "result.json", result)
     return result
+
+
+def _scale_model(job: Job, prediction: Prediction) -> dict[str, Any] | None:
+    """What a scale model shows, and the sizes of the miniature (`job`) that it is made of; null of any other run.
+    Times of the run are `dilation` times those of what is pictured."""
+    if prediction.scale_model is None:
+        return None
+    sizes = {name: getattr(job.spec, name) for name in MINIATURE}
+    return prediction.scale_model | {"miniature": {name: size for name, size in sizes.items() if size is not None}}
 
 
 def read_spans(folder: Path, processes: int) -> Iterable[Span]:
@@ -193,7 +209,7 @@ def _analysis(
     seen = [step for step in steps if len(ranks[step]) == job.spec.devices]
     if not conformance["ok"]:
         return nothing(conformance["reason"] or "the ops measured are not those planned")
-    crowded = job.spec.device != "cuda" and job.processes > (os.cpu_count() or 1)
+    crowded = job.spec.device != "cuda" and job.processes > (os.cpu_count() or 1) and job.spec.paced is None
     return of_run(timeline, lambda s: modes.plan(replace(job, routed=routed[s]), s), seen, crowded=crowded)
 
 
@@ -205,8 +221,9 @@ def _accuracy(
     step_times: list[float],
     steady: range,
 ) -> dict[str, Any] | None:
-    """Predicted against measured; of a run on this machine's cores by what is predicted for the machine `local`, and of
-    one on GPUs for the machine that was asked for. None where that machine is no device's: nothing is compared."""
+    """Predicted against measured; of a run on this machine's cores by what is predicted for the machine `local`, of a
+    scale model for what it shows, and of one on GPUs for the machine that was asked for. None where that machine is no
+    device's: nothing is compared."""
     on_cpu = job.spec.device == "cpu"
     if not on_cpu and job.spec.machine == "local":
         return None
@@ -225,8 +242,9 @@ def _accuracy(
         ranks=job.processes,
         cores=num_cores(),
     )
-    source = calibration.find().source if on_cpu else None
-    return {"machine": "local" if on_cpu else job.spec.machine, "calibration": source, **found}
+    paced = prediction.job.spec.paced
+    source = calibration.find().source if on_cpu and paced is None else None
+    return {"machine": paced or ("local" if on_cpu else job.spec.machine), "calibration": source, **found}
 
 
 def _parity(folder: Path, job: Job, state: str, done: int) -> dict[str, Any]:
@@ -271,7 +289,9 @@ def _memory(folder: Path, job: Job, prediction: Prediction) -> dict[str, Any]:
     if all(files):
         measured = [held for file in files for held in file["devices"]]
         return found | {"measured": measured, "error": errors(planned, measured), "method": METHOD, "reason": None}
-    if not job.spec.measure_memory:
+    if job.spec.paced is not None:
+        reason = "a scale model has small tensors"
+    elif not job.spec.measure_memory:
         reason = "measure-memory was off"
     elif job.spec.device == "cuda" and job.spec.mode == "data_parallel":
         reason = "the threads of nn.DataParallel are not tracked"

@@ -25,6 +25,7 @@ from engine.checks import (
 )
 from engine.faults import parse_fault
 from engine.meshes import fill_degrees
+from engine.paced import check_paced
 from engine.plan import AXES
 from engine.presets import PRESETS, family
 from engine.rules import SpecError
@@ -184,7 +185,7 @@ def _prepare(spec: Spec) -> Job:
         defaults["lr"] = LEARNING_RATES[spec.optimizer]
     if spec.dataset is None:
         defaults["dataset"] = MODEL_DATASETS[spec.model][0]
-    spec = check_compression(spec).with_(**defaults)
+    spec = check_paced(check_compression(spec).with_(**defaults))
     if spec.dataset not in MODEL_DATASETS[spec.model]:
         raise SpecError(
             "dataset_of_model", "dataset", spec.dataset, suggest=MODEL_DATASETS[spec.model], model=spec.model
@@ -242,13 +243,13 @@ def _first_step(spec: Spec) -> int:
 def prepare_real(spec: Spec) -> Job:
     """`prepare`, and beyond it: can this machine run it at all? `device` becomes cpu or cuda."""
     job = prepare(spec)
-    if setting := planned_only(job.spec):
+    if spec.paced is None and (setting := planned_only(job.spec)):
         models = () if setting != "model" else (family(spec.model),)
         raise SpecError("planned_model", setting, getattr(job.spec, setting), suggest=models)
     if job.spec.schedule in PLANNED_ONLY:
         raise SpecError("planned_only", "schedule", spec.schedule, suggest=_schedules_instead(spec))
     for name in ("slow_rank", "slow_link"):
-        if getattr(spec, name) is not None:
+        if getattr(spec, name) is not None and spec.paced is None:
             raise SpecError("slow_is_simulated", name, getattr(spec, name))
     _check_torch(job.spec.mode)
     devices, found = job.spec.devices, count_gpus()
@@ -262,9 +263,10 @@ def prepare_real(spec: Spec) -> Job:
         raise SpecError("no_compiler", "compile_stage", spec.compile_stage, suggest=suggest, missing=missing)
     if spec.device == "cuda" and not found:
         raise SpecError("no_gpu", "device", "cuda", suggest=["cpu"], found=0)
-    if spec.device != "cpu" and 0 < found < devices:
+    if spec.device != "cpu" and spec.paced is None and 0 < found < devices:
         raise SpecError("more_ranks_than_gpus", "devices", devices, suggest=_at_most(found, job.spec), gpus=found)
-    return dataclasses.replace(job, spec=job.spec.with_(device="cuda" if found and spec.device != "cpu" else "cpu"))
+    on_gpus = found and spec.device != "cpu" and spec.paced is None
+    return dataclasses.replace(job, spec=job.spec.with_(device="cuda" if on_gpus else "cpu"))
 
 
 def _check_torch(mode: str) -> None:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from engine import archive, checkpoints
 from engine.archive import RUNS
 from engine.job import Job, prepare_real
+from engine.pictured import at_scale
 from engine.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,7 +38,7 @@ def start(spec: Spec, runs_dir: str | Path = RUNS, launcher: Launcher | None = N
     job = prepare_real(spec)
     if spec.resume is not None:
         job = prepare_real(checkpoints.resolve(job, runs_dir))
-    return (launcher or default_launcher()).start(job, runs_dir)
+    return (launcher or default_launcher()).start(at_scale(job), runs_dir)
 
 
 def open_handle(run_id: str, runs_dir: str | Path = RUNS) -> Handle:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from engine import modes, slow
 from engine.analysis.mfu import planned_flops, utilisation
 from engine.analysis.ran import simulated
 from engine.analysis.shares import (
@@ -16,23 +15,25 @@ from engine.analysis.shares import (
     shares,
 )
 from engine.analysis.summary import summary as summarise
-from engine.cost.local import run_by
 from engine.cost.machine import Machine, machine
 from engine.job import Job, prepare
+from engine.paced import ratio
+from engine.pictured import dilation, slowed, steady_step
 from engine.plan import Plan
 from engine.schedules import given
-from engine.settings import degrees
-from engine.simulate import Simulation, simulate
+from engine.simulate import Simulation
 from engine.spec import Spec
 from engine.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One steady step of a job, predicted."""
+    """One steady step of a job, predicted. Of a scale model (`paced`) all times are of the model, `dilation` times
+    those of what it shows."""
 
     job: Job
     simulation: Simulation
+    dilation: float | None = None
 
     @property
     def plan(self) -> Plan:
@@ -51,10 +52,20 @@ class Prediction:
         return machine(self.job.spec.machine).at(self.job.spec.precision)
 
     def utilisation(self, seconds: float | None, on: Machine | None) -> dict[str, Any]:
-        """MFU (`engine.analysis.mfu`) of this job, had its step taken so long on such a machine."""
+        """MFU (`engine.analysis.mfu`) of this job, had its step taken so long on such a machine. Seconds of a scale
+        model are the factor's part of them there."""
         spec = self.job.spec
+        seconds = seconds / self.dilation if seconds and self.dilation else seconds
         planned = planned_flops(self.simulation.graph)
         return utilisation(self.job.layers, spec.global_batch, planned, seconds, spec.devices, on)
+
+    @property
+    def scale_model(self) -> dict[str, Any] | None:
+        """What a scale model shows, with its factor and a step's seconds there; None where this is of none."""
+        if self.dilation is None:
+            return None
+        times = {"dilation": self.dilation, "ratio": ratio(self.dilation)}
+        return {"machine": self.job.spec.paced, **times, "pictured_step_time": self.step_time / self.dilation}
 
     def summary(self) -> dict[str, Any]:
         """Seconds and bytes; lists have one entry a rank."""
@@ -65,6 +76,7 @@ class Prediction:
             "devices": self.job.spec.devices,
             "machine": self.job.spec.machine,
             **self.job.batches,
+            "scale_model": self.scale_model,
             "step_time": self.step_time,
             "samples_per_second": self.job.spec.global_batch / self.step_time if self.step_time else None,
             "bubble_fraction": bubble_fraction(spent),
@@ -85,6 +97,9 @@ class Prediction:
 def predict(spec: Spec, *, on: Machine | None = None) -> Prediction:
     """`on`: a machine other than the one that the spec names. Raises SpecError for a wrong setting."""
     job = prepare(spec)
-    spec = job.spec
-    on = (on or machine(spec.machine)).at(spec.precision).running(run_by(spec.mode, degrees(spec)), spec.precision)
-    return Prediction(job, simulate(modes.plan(job), on, slow.of_spec(spec)))
+    simulation = steady_step(job, on)
+    if job.spec.paced is None:
+        return Prediction(job, simulation)
+    factor = dilation(job, simulation)
+    job = replace(job, spec=job.spec.with_(dilation=factor))
+    return Prediction(job, slowed(simulation, factor), factor)

@@ -129,6 +129,19 @@ RULES = {
     "planned_model": "With {setting} {value} a model can be planned and simulated; it is not built to run.",
     "kv_heads_divide": "kv-heads must divide heads ({heads}); it is {value}.",
     "impossible_machine": "A machine's {setting} must be {wanted}; it is {value}.",
+    "dilation_of_paced": "dilation is the factor of a scale model (paced); it is {value}. Give paced too, or leave it "
+    "out.",
+    "paced_machine": "A scale model shows a machine that ranks do not share; {value} is this one, on which a run is "
+    "paced by itself.",
+    "paced_mode": "The mode {value} cannot be paced: its devices are threads of one process.",
+    "paced_records": "A scale model keeps time where ops are recorded; record is {value}.",
+    "paced_device": "The processes of a scale model compute on the CPU; device is {value}.",
+    "paced_buckets": "The small gradients of a scale model fill no buckets at the same places as those that it shows; "
+    "bucket-mb is {value}.",
+    "paced_differs": "A scale model trains small tensors with the same ops, and here they would not be the same: rank "
+    "{rank} would do {miniature} where it should do {pictured}. paced is {value}.",
+    "paced_too_slow": "A step of the scale model would take {seconds} s, longer than a rank waits for another "
+    "(timeout {timeout} s); dilation is {value}.",
     "simulation_only": "The machine {value} is for simulation only.",
     "bad_fault": "A fault reads KIND@RANK:STEP or slow@RANK:STEP:SECONDS, with a rank and a step that the run has "
     "(step 0 where it is wrong from the start) and KIND one of {kinds}; it is {value}.",
@@ -136,8 +149,9 @@ RULES = {
     "there are, each once, and numbers above 0; it is {value}.",
     "bad_slow_link": "slow-link reads RANK-RANK:FACTOR, several with commas between them, {most} at most: "
     "two ranks that there are, each pair once, and numbers above 0; it is {value}.",
-    "slow_is_simulated": "Devices and links of a real run are as fast as they are, so {setting} is for simulation; it "
-    "is {value}. Leave it out; the fault slow makes a rank of a real run wait in each step.",
+    "slow_is_simulated": "Devices and links of a real run are as fast as they are, so {setting} is for simulation "
+    "and for scale models (paced); it is {value}. Leave it out; the fault slow makes a rank of a real run wait in "
+    "each step.",
     "fault_with_peers": "The fault {value} is one among several processes, and here there is one.",
     "no_run": "There is no run with the id {value}.",
     "not_recorded": "The run {value} has no timeline: it has not ended, or nothing was recorded.",

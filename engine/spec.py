@@ -178,6 +178,16 @@ class Spec:
         "links between two ranks with so many times less bandwidth, and as many times the latency, to simulate: "
         "RANK-RANK:FACTOR, as 3-4:10",
     )
+    paced: str | None = _setting(
+        None,
+        "run a scale model of this machine: small tensors, and every op as long as there, times the dilation",
+    )
+    dilation: float | None = _setting(
+        None,
+        "how many times slower a scale model is than what it shows; by default a step takes a second or two",
+        low=1e-9,
+        high=1e12,
+    )
     device: str = _setting("auto", "where a real run computes", choices=DEVICES)
     parity_steps: int = _setting(
         3,

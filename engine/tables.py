@@ -73,6 +73,7 @@ def prediction(summary: dict[str, Any]) -> str:
         + "\n"
         + rows(
             [
+                *scale_model(summary["scale_model"]),
                 ("step time", seconds(summary["step_time"])),
                 *_batches(summary),
                 ("samples/s", "-" if summary["samples_per_second"] is None else f"{summary['samples_per_second']:.4g}"),
@@ -93,6 +94,14 @@ def prediction(summary: dict[str, Any]) -> str:
             else ""
         )
     )
+
+
+def scale_model(values: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """What a paced run or prediction is, if it is one: never shown without its factor."""
+    if values is None:
+        return []
+    text = f"{values['ratio']} of {values['machine']}, where a step takes {seconds(values['pictured_step_time'])}; "
+    return [("scale model", text + "small tensors, and every op as long as there, times the factor")]
 
 
 def _batches(values: dict[str, Any]) -> list[tuple[str, str]]:
@@ -221,6 +230,7 @@ def result(values: dict[str, Any], run_dir: Path) -> str:
     losses = [loss for loss in values["losses"] if loss is not None]
     lines = [
         ("run", f"{values['run_id']}  {values['status']}"),
+        *scale_model(values.get("scale_model")),
         ("steps", f"{values['steps']} of {values['total_steps']}" + _resumed(values)),
         ("checkpoints", ", ".join(f"after {step} steps" for step in values.get("checkpoints", [])) or "-"),
         ("step time", seconds(step) + off),

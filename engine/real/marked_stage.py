@@ -20,11 +20,13 @@ class MarkedStage(PipelineStage):
         return output
 
     def begin_forward(self, chunk: int) -> None:
+        self.recorder.pace.begin("forward", self.stage_index, chunk)
         self.forward_began, self.chunk = self.recorder.now(), chunk
         self.recorder.doing = f"forward of microbatch {chunk}"
 
     def end_forward(self) -> None:
         """On the last stage the loss counts as the end of the forward, so its loss function calls this."""
+        self.recorder.pace.complete("forward", self.stage_index, self.chunk)
         self.recorder.mark(
             "forward", self.forward_began, self.recorder.now(), stage=self.stage_index, microbatch=self.chunk
         )

@@ -1,4 +1,7 @@
-"""The moments of a pass through a chain of layers and back -> spans, one a layer, or one a piece between waits."""
+"""The moments of a pass through a chain of layers and back -> spans, one a layer, or one a piece between waits.
+
+Of a scale model these are also the moments at which a layer, or a piece of it, may begin, and may be over.
+"""
 
 from __future__ import annotations
 
@@ -22,30 +25,45 @@ class Pass:
         self.waits: list[tuple[int, int]] = []  # from a collective's call to its result (ns), in order
         self.layer = ""
         self.recomputing, self.given = False, ()
+        self.at = (stage, microbatch)
+        self.going_on, self.piece = ("", ""), 0  # (kind, layer), and how often it has waited
+        self.waited_before = 0  # it was computed again
 
     def begin(self, layer: str) -> None:
         self.layer = layer
         self.recorder.doing = f"forward {layer}"
+        self._enter("forward", layer)
         self.forward[layer] = [self.recorder.now(), 0]
 
     def end_forward(self) -> None:
+        self.pause()  # of the last layer this is asked twice: its loss counts as its end
         self.forward[self.layer][1] = self.recorder.now()
 
     def begin_backward(self) -> None:
         self.recorder.go_back(self)
         self.recomputed: dict[str, list[int]] = {}  # layer: begin, end (ns)
+        self._enter(self.kind, self.layer)
         self.backward_began = self.recorder.now()
 
     def end_backward(self) -> None:
+        self._leave(self.kind, next(iter(self.forward)))
         self.backward_ended = self.recorder.now()
 
     def gradient_of(self, layer: str) -> None:
         """What comes after the way back, in a later half of it, does not count."""
-        if not self.backward_ended:
-            self.gradients[layer] = self.recorder.now()
+        if self.backward_ended:
+            return
+        layers = list(self.forward)
+        place = 0 if layer == "input" else layers.index(layer) + 1
+        if place < len(layers):
+            self._leave(self.kind, layers[place])
+            if layer != "input":
+                self._enter(self.kind, layer)
+        self.gradients[layer] = self.recorder.now()
 
     def end_backward_of(self, layer: str) -> None:
         if not self.backward_ended:
+            self._leave(self.kind, layer)
             self.own_ends[layer] = self.recorder.now()
 
     @property
@@ -56,12 +74,56 @@ class Pass:
     def begin_recompute(self, layer: str, given: tuple[str, ...]) -> None:
         """`given`: kinds of collectives whose results were kept, and which are called for them alone."""
         self.recorder.doing = f"recompute {layer}"
+        self.waited_before = self.piece
+        self._enter("recompute", layer)
         self.recomputed[layer] = [self.recorder.now(), 0]
         self.recomputing, self.given = True, given
 
     def end_recompute(self, layer: str) -> None:
+        self._leave("recompute", layer)
         self.recomputed[layer][1] = self.recorder.now()
         self.recomputing, self.given = False, ()
+        self._enter(self.kind, layer, self.waited_before)
+
+    # --- a scale model --------------------------------------------------------------------------------------------
+
+    def _enter(self, kind: str, layer: str, piece: int = 0) -> None:
+        """Return when a layer, or what is left of it after it has waited so often, may begin."""
+        self.going_on, self.piece = (kind, layer), piece
+        self._begin()
+
+    def _begin(self) -> None:
+        """The piece that goes on, or what is computed again before it."""
+        pace, (kind, layer) = self.recorder.pace, self.going_on
+        if not pace.active:
+            return
+        names = {word: self._pieces(word, layer) for word in (kind, "recompute")}
+        own = (kind, *self.at, names[kind][min(self.piece, len(names[kind]) - 1)])
+        again = ("recompute", *self.at, names["recompute"][0])
+        goes_back = kind not in ("forward", "recompute")
+        first = goes_back and layer not in self.recomputed and pace.place(*again) < pace.place(*own)
+        pace.begin(*(again if first else own))
+
+    def _leave(self, kind: str, layer: str) -> None:
+        """Return when all of a layer's pieces may be over."""
+        if self.recorder.pace.active:
+            self.recorder.pace.complete(kind, *self.at, self._pieces(kind, layer)[-1])
+
+    def pause(self) -> None:
+        """Return when the piece that goes on may be over: the layer then waits for others."""
+        if self.recorder.pace.active:
+            names = self._pieces(*self.going_on)
+            self.recorder.pace.complete(self.going_on[0], *self.at, names[min(self.piece, len(names) - 1)])
+
+    def resume(self) -> None:
+        """Return when the next piece may begin."""
+        self.piece += 1
+        self._begin()
+
+    def _pieces(self, kind: str, layer: str) -> tuple[str, ...]:
+        return self.recorder.parts(kind, layer) or (layer,)
+
+    # --- spans ----------------------------------------------------------------------------------------------------
 
     def collect(self) -> None:
         layers = list(self.forward)

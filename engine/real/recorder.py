@@ -20,6 +20,7 @@ from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, 
 from torch.autograd.profiler import _disable_profiler, _enable_profiler, _prepare_profiler, record_function
 
 from engine.plan import Mesh, Op, lane_of
+from engine.real.paced import Pace, Unpaced
 from engine.real.passed import Pass
 from engine.timeline import NONE, Span
 
@@ -67,6 +68,7 @@ class Recorder:
             *self.label(event.kind),
             "",
         )
+        self.pace: Pace | Unpaced = Unpaced()  # of a scale model
         self.mesh: Mesh | None = None  # where ranks have coordinates on several axes
         self.stage = self.microbatch = NONE  # of the pass that goes on, where collectives belong to one
         self.recording = False
@@ -89,20 +91,32 @@ class Recorder:
 
     now = staticmethod(time.time_ns)
 
+    def line_up(self, step: int) -> None:
+        """Of a scale model: return when the step begins on all ranks. What recording costs is outside of its steps."""
+        if isinstance(self.pace, Pace):
+            self.flush()
+            self._profile()
+            self.doing = "waiting for all ranks"
+            self.pace.meet(step)
+
     def begin_step(self, step: int) -> None:
         self._step, self._passing = step, None
         if not self.enabled:
             return
+        self._profile()
+        self.recording = True
+        self._steps.append((step, self.now(), 0))
+
+    def _profile(self) -> None:
         if not self._profiling:
             _prepare_profiler(self._config, {ProfilerActivity.CPU})
             _enable_profiler(self._config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})
             self._profiling, self._window_began = True, time.monotonic()
-        self.recording = True
-        self._steps.append((step, self.now(), 0))
 
     def end_step(self) -> None:
         if not self.recording:
             return
+        self.pace.end_step()
         step, begin, _ = self._steps[-1]
         self._steps[-1] = (step, begin, self.now())
         self.doing = ""
@@ -110,7 +124,7 @@ class Recorder:
             passed.collect()
         self._passes.clear()
         self.recording = False
-        if time.monotonic() - self._window_began >= WINDOW:
+        if time.monotonic() - self._window_began >= WINDOW and isinstance(self.pace, Unpaced):
             self.flush()
 
     @contextmanager
@@ -128,9 +142,12 @@ class Recorder:
     def span(self, kind: str, *, payload: str = "", part: str = "", **where: int) -> Iterator[None]:
         """Mark what the body does; `where` is what `mark` takes: stage, microbatch, rank."""
         self.doing = " ".join(word for word in (kind, payload, part) if word)
+        at = (kind, where.get("stage", NONE), where.get("microbatch", NONE), part)
+        self.pace.begin(*at)
         begun = self.now()
         try:
             yield
+            self.pace.complete(*at)
         finally:
             self.mark(kind, begun, self.now(), payload=payload, part=part, **where)
 
@@ -169,6 +186,8 @@ class Recorder:
     ) -> None:
         """A send to the coordinate `peer` of an axis is about to be issued, or a receive from it."""
         self.doing = f"{kind} {payload} of {part or f'microbatch {microbatch}'}"
+        if kind == "send":
+            self.pace.sending(payload=payload, stage=stage, microbatch=microbatch, part=part, axis=axis, peer=peer)
         if self.recording:
             where = {"stage": stage, "microbatch": microbatch, "part": part, "axis": axis, "peer": peer}
             self._messages.append((self._step, Op(kind=kind, payload=payload, bytes=size, **where)))
@@ -190,6 +209,8 @@ class Recorder:
                 return
             payload = payload or (self._passing.payload if self._passing else "activation")
             where = {"stage": self.stage, "microbatch": self.microbatch}
+            if self._passing:
+                self._passing.pause()
             self._call(Op(kind=kind, payload=payload, axis=axis, bytes=size, **where))
             self._called = self.now()
 
@@ -212,14 +233,18 @@ class Recorder:
         if called is None:
             called, self._called = self._called, None
         if called is not None and self._passing:
+            self._passing.resume()
             self._passing.waits.append((called, self.now()))
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
         """The body issues messages and waits for some: the compute of a layer is cut by it, however short it is."""
+        if self.recording:
+            self._passing.pause()
         begun = self.now()
         yield
         if self.recording:
+            self._passing.resume()
             self._passing.waits.append((begun, self.now()))
 
     def coordinate(self, rank: int, axis: str) -> int:
@@ -241,9 +266,10 @@ class Recorder:
             return
         seen = _disable_profiler().events()
         self._profiling = False
-        events = communications(seen)
+        events, offset = communications(seen), self.now() - time.monotonic_ns()
+        moved = (self.pace.moved(span, offset) for span in self._label(events))
         with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(self._line(span) for span in (*self._marks, *self._label(events)))
+            file.writelines(self._line(span) for span in (*self._marks, *moved))
         self._steps.clear()
         self._marks.clear()
         self._microsteps.clear()

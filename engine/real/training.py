@@ -67,10 +67,15 @@ def mark_updates(optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
 
     def begin(*_) -> None:
         nonlocal began
+        recorder.pace.begin("optimizer")
         began = recorder.now()
 
+    def end(*_) -> None:
+        recorder.pace.complete("optimizer")
+        recorder.mark("optimizer", began, recorder.now())
+
     own.register_step_pre_hook(begin)
-    own.register_step_post_hook(lambda *_: recorder.mark("optimizer", began, recorder.now()))
+    own.register_step_post_hook(end)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

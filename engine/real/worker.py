@@ -21,11 +21,13 @@ import torch.distributed as dist
 from engine import modes
 from engine.faults import parse_fault
 from engine.job import Job, prepare
+from engine.pictured import trained
 from engine.real import agree, checkpoint, faults, models
 from engine.real.clip import clip
 from engine.real.data import Batches
 from engine.real.evaluation import evaluate
 from engine.real.memory import measure
+from engine.real.paced import Pace
 from engine.real.parity import Parity
 from engine.real.recompute import recompute
 from engine.real.recorder import Recorder
@@ -40,7 +42,8 @@ def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") 
     The caller keeps what is returned, and ends the process with os._exit, without finalisers.
     """
     folder = Path(run_dir)
-    job = prepare(Spec.from_dict(json.loads((folder / "spec.json").read_text())))
+    asked = prepare(Spec.from_dict(json.loads((folder / "spec.json").read_text())))
+    job = trained(asked)
     device = _device(job, rank)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(world_size, job.spec.devices)))
     _peak_memory(device)
@@ -48,6 +51,8 @@ def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") 
         _join(folder, rank, world_size, device, rendezvous, job.spec.timeout)
     origin = round(json.loads((folder / "status.json").read_text())["created"] * 1e9)
     recorder = Recorder(folder / f"rank{rank}.jsonl", rank, origin, enabled=job.spec.record)
+    if asked.spec.paced is not None:
+        recorder.pace = Pace(asked, rank, folder)
     place = Place(rank, world_size, device, recorder, folder)
     signal.signal(signal.SIGTERM, lambda *_: _leave(recorder))
     fault, step = parse_fault(job.spec.fault), -1
@@ -124,6 +129,7 @@ def _one_step(job: Job, place: Place, training: Training, parity: Parity, step: 
     fault = parse_fault(job.spec.fault)
     recorder = place.recorder
     faults.begin_step(fault, place, training, step)
+    recorder.line_up(step)
     waited = _waited()
     start = time.time_ns()
     recorder.begin_step(step)

@@ -24,7 +24,7 @@ from viz.pages.picture import measured_timeline, show_picture
 from viz.pages.prediction import Shown, predict_asked
 from viz.pages.settings import escape, show_language, show_settings
 from viz.pages.state import Asked, act, filled, read_url, write_url
-from viz.pages.verdict import notices, oversubscribed, resumed, show_failure, show_verdict
+from viz.pages.verdict import notices, oversubscribed, resumed, scale_model, show_failure, show_verdict
 
 BUTTON = 190  # pixels
 
@@ -98,6 +98,8 @@ def _show_head(asked: Asked, shown: Shown, run: Opened | None, runs_dir: Path, t
     spec = shown.prediction.job.spec
     if run is None and shown.error is None and ":" in (spec.resume or ""):
         st.caption(f":material/info: {resumed(spec, text)}")
+    if run is None and spec.paced is not None:
+        st.caption(f":material/info: {scale_model(spec, text)}")
     order = spec.schedule_file
     if order is not None and (stuck := given.blocked(order)):
         st.caption(f":material/info: {text('lab.blocked_on_gpus')}")

@@ -9,6 +9,7 @@ import streamlit as st
 from engine import modes
 from engine.cost.machine import MACHINES
 from engine.job import Job
+from engine.paced import NEVER_PACED
 from engine.plan import AXES
 from engine.rules import SpecError
 from engine.settings import CONTEXT_SETTINGS, MODE_MODELS, MODEL_AXES, MODEL_DATASETS, PIPELINE_SETTINGS
@@ -41,6 +42,7 @@ ROWS = (
     ("experts", "top_k"),
     ("steps", "lr"),
     ("machine",),
+    ("paced", "dilation"),
 )
 MORE = (
     ("kv_heads", "head_dim"),
@@ -107,6 +109,10 @@ def show_settings(asked: Asked, job: Job, error: SpecError | None, text: Catalog
 
 def _idle(name: str, asked: Asked, job: Job) -> bool:
     """Whether a setting would change nothing beside the others, as they are drawn."""
+    if name == "paced":
+        return asked.mode in NEVER_PACED
+    if name in ("machine", "dilation"):
+        return (name == "dilation") == (job.spec.paced is None)
     if job.spec.mode != asked.mode:
         return False  # these settings do not work yet
     if name == "compress_rank":
@@ -176,17 +182,19 @@ def options(name: str, model: str) -> tuple[str, ...]:
         return MODEL_DATASETS[model]
     if name == "machine":
         return tuple(MACHINES)
+    if name == "paced":
+        return ("", *(machine.name for machine in MACHINES.values() if not machine.cores))
     return MODELS if name == "model" else FIELDS[name].metadata["choices"]
 
 
 def _show_choice(name: str, asked: Asked, job: Job, text: Catalogue) -> None:
     key, choices = _key(name), options(name, asked.model)
-    wanted = asked.value(name) or getattr(job.spec, name) or FIELDS[name].default
+    wanted = asked.value(name) or getattr(job.spec, name) or FIELDS[name].default or ""
     st.session_state[key] = wanted if wanted in choices else None
     st.selectbox(
         text(f"setting.{name}"),
         choices,
-        format_func=lambda value: text.name(name, value),
+        format_func=lambda value: text.name("machine" if name == "paced" else name, value) or text("settings.none"),
         key=key,
         help=help_of(text.language, name),
         placeholder=str(wanted),

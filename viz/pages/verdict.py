@@ -11,6 +11,7 @@ from typing import Any
 import streamlit as st
 
 from engine import archive, checkpoints
+from engine.paced import ratio
 from engine.settings import ONE_PROCESS_MODES
 from engine.spec import Spec
 from viz.locales import Catalogue
@@ -125,8 +126,11 @@ def _step_time(result: Mapping[str, Any], text: Catalogue, elsewhere: bool) -> N
     machine = result["spec"]["machine"]
     detail = text("steptime.detail", predicted=duration(predicted), machine=text.name("machine", machine))
     verdict = ""
+    shown = result.get("scale_model")
+    if shown is not None:
+        detail += " " + text("steptime.pictured", seconds=duration(shown["pictured_step_time"]), ratio=shown["ratio"])
     # Another machine's step time says nothing about this one's.
-    if measured and machine == "local":
+    if measured and (machine == "local" or shown is not None):
         error = predicted / measured - 1
         verdict = (
             f":{'gray' if abs(error) <= 0.25 else 'orange'}-badge[{text('steptime.error', error=f'{error:+.0%}')}]"
@@ -190,13 +194,15 @@ def _last_words(run_dir: Path, rank: int) -> str:
 
 
 def oversubscribed(spec: Mapping[str, Any]) -> bool:
-    """Whether a run on CPU processes has more ranks than this machine has cores."""
-    return spec["device"] != "cuda" and spec["devices"] > (os.cpu_count() or 1)
+    """Whether a run on CPU processes has more ranks than this machine has cores; in a scale model they sleep."""
+    return spec["device"] != "cuda" and spec["devices"] > (os.cpu_count() or 1) and spec.get("paced") is None
 
 
 def notices(spec: Spec, text: Catalogue, elsewhere: bool = False) -> list[str]:
     """What a reader of a real run's numbers must know. `elsewhere`: it ran on another machine."""
     found = [text("notice.elsewhere")] if elsewhere else []
+    if spec.paced is not None:
+        found.append(scale_model(spec, text))
     if spec.device != "cuda" and spec.mode == "data_parallel":
         found.append(text("notice.data_parallel_cpu"))
     if not elsewhere and oversubscribed(spec.to_dict()):
@@ -205,6 +211,14 @@ def notices(spec: Spec, text: Catalogue, elsewhere: bool = False) -> list[str]:
     if spec.resume is not None:
         found.append(resumed(spec, text))
     return found
+
+
+def scale_model(spec: Spec, text: Catalogue) -> str:
+    """`spec` has its dilation filled in."""
+    factor = spec.dilation
+    return text(
+        "notice.scale_model", ratio=ratio(factor), machine=text.name("machine", spec.paced), factor=f"{factor:.3g}"
+    )
 
 
 def resumed(spec: Spec, text: Catalogue) -> str:
