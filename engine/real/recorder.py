@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import deque
+from bisect import bisect_left, bisect_right
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from engine.timeline import NONE, Span
 
 # Starting and stopping the profiler takes about 1 ms, so it runs over whole steps for at least this long.
 WINDOW = 0.25  # seconds
+ENCODER = json.JSONEncoder(separators=(",", ":"))
 CALLED = "lockstep::calls"  # the mark around collectives that were said to come
 
 # Bytes of an item, by the name that the profiler gives its type.
@@ -279,18 +281,24 @@ class Recorder:
 
     def _line(self, span: Span) -> str:
         """Seconds since the run began: subtracted as integers, since Unix time in ns does not fit a float."""
-        shifted = span._replace(start=(span.start - self.origin) / 1e9, end=(span.end - self.origin) / 1e9)
-        return json.dumps(shifted, separators=(",", ":")) + "\n"
+        rank, lane, kind, step, start, end, *rest = span
+        seconds = ((start - self.origin) / 1e9, (end - self.origin) / 1e9)
+        return ENCODER.encode((rank, lane, kind, step, *seconds, *rest)) + "\n"
 
     def _label(self, events: list[Event]) -> Iterator[Span]:
         """Give every event that began inside a step its step and what it was; others (checks, barriers) are dropped."""
+        messages, calls, listed = (defaultdict(deque) for _ in range(3))  # by step: a window has many
+        for step, op in self._messages:
+            messages[step, op.kind].append(op)
+        for step, when, op in self._collectives:
+            calls[step].append((when, op))
+        for step, op in self._expected:
+            listed[step].append(op)
+        starts = [event.start for event in events]
         for step, begin, end in self._steps:
-            issued = {k: deque(op for s, op in self._messages if s == step and op.kind == k) for k in ("send", "recv")}
-            called = [(when, op) for s, when, op in self._collectives if s == step]
-            expected = deque(op for s, op in self._expected if s == step)
-            for event in events:
-                if not begin <= event.start <= end:
-                    continue
+            issued = {kind: messages[step, kind] for kind in ("send", "recv")}
+            called, expected = [*calls[step]], listed[step]
+            for event in events[bisect_left(starts, begin) : bisect_right(starts, end)]:
                 where = (step, event.start, event.end)
                 if event.kind in issued:
                     # One that nobody announced keeps no stage and no peer, and so matches no planned op.
