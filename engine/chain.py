@@ -93,11 +93,10 @@ def gone(layer: Layer, spec: Spec) -> int:
 
 def recompute(layer: Layer, samples: int, spec: Spec, **where: int) -> Op:
     """The layer's forward once more, up to the last thing that backward needs; of products selectively none."""
-    flops = 0 if spec.recompute == "selective" else (layer.flops - layer.last_flops) * samples
+    last = 0 if spec.early_stop is False else layer.last_flops
+    flops = 0 if spec.recompute == "selective" else (layer.flops - last) * samples
     traffic = layer.param_bytes + samples * (layer.saved + layer.output_bytes)
-    work = kernels.recomputed(
-        layer.kernels, samples, selective=spec.recompute == "selective", whole=not layer.last_flops
-    )
+    work = kernels.recomputed(layer.kernels, samples, selective=spec.recompute == "selective", whole=not last)
     return Op(kind="recompute", part=layer.name, flops=flops, bytes=traffic, kernels=work, **where)
 
 
@@ -132,7 +131,19 @@ def whole_stage(ops: Sequence[Op]) -> Op:
         flops=sum(op.flops for op in ops),
         bytes=sum(op.bytes for op in ops),
         saved=sum(op.saved for op in ops),
-        kernels=tuple(kernel for op in ops for kernel in op.kernels) if all(op.kernels for op in ops) else (),
+        kernels=tuple(kernel for op in ops for kernel in op.kernels),
+    )
+
+
+def halves(op: Op, *, first: bool = False) -> tuple[Op, Op]:
+    """A backward as two ops: for the gradient of the input, and for those of the weights; of a first stage, which has
+    no use for the former, the second does all. Where kernels are not known they share the work."""
+    inputs, traffic = (0, 0) if first else (op.flops // 2, op.bytes // 2)
+    there, back = ((), op.kernels) if first else kernels.halves(op.kernels)
+    rest = {"flops": op.flops - inputs, "bytes": op.bytes - traffic, "kernels": back}
+    return (
+        dataclasses.replace(op, kind="backward_input", flops=inputs, bytes=traffic, kernels=there),
+        dataclasses.replace(op, kind="backward_weight", **rest),
     )
 
 
@@ -166,7 +177,10 @@ def optimizer(layers: Sequence[Layer], spec: Spec) -> Op:
     size = sum(layer.param_bytes for layer in layers)
     numbers = sum(layer.num_params for layer in layers)
     copies = OPTIMIZER_COPIES[spec.optimizer]
-    return Op(kind="optimizer", bytes=size * (3 + 2 * copies), flops=numbers * OPTIMIZER_FLOPS[spec.optimizer])
+    traffic = size * (3 + 2 * copies)
+    if spec.master_weights:  # the fp32 ones are read and written, and copied to those that compute
+        traffic = numbers * FP32 * (3 + 2 * copies) + size
+    return Op(kind="optimizer", bytes=traffic, flops=numbers * OPTIMIZER_FLOPS[spec.optimizer])
 
 
 def clip(layers: Sequence[Layer], spec: Spec, axes: Sequence[tuple[str, int]] = ()) -> list[Op]:
@@ -185,6 +199,10 @@ def clip(layers: Sequence[Layer], spec: Spec, axes: Sequence[tuple[str, int]] = 
 def standing_memory(layers: Sequence[Layer], spec: Spec) -> dict[str, int]:
     """Bytes by category that a device keeps for the layers it holds, the whole step long."""
     size = sum(layer.param_bytes for layer in layers)
+    if spec.master_weights:
+        numbers = FP32 * sum(layer.num_params for layer in layers)
+        moments = numbers * OPTIMIZER_COPIES[spec.optimizer]
+        return {"parameters": size, "gradients": numbers, "optimizer": numbers + moments}
     counters = STEP_COUNTER[spec.optimizer] * sum(len(layer.params) for layer in layers)
     copies = size * OPTIMIZER_COPIES[spec.optimizer]
     return {"parameters": size, "gradients": size, "optimizer": copies + counters}

@@ -125,10 +125,13 @@ class Decoder:
         common = {"batch": heads, "item": item, "weight": False}
         if self.flash:
             return (Kernel(kernels.ATTENTION, c, c, width, half=True, **common),)
-        scores = item * c * c * heads
+        # Softmax and, as models of before fused attention were trained, dropout, with a mask of a byte: each reads and
+        # writes the scores; backward softmax reads two and writes one.
+        scores = c * c * heads
         return (
             Kernel(kernels.MATMUL, c, c, width, **common),
-            kernels.memory(2 * scores, 3 * scores),  # read, written; backward: two read, one written
+            kernels.memory(2 * item * scores, 3 * item * scores),
+            kernels.memory((2 * item + 1) * scores, (2 * item + 1) * scores),
             Kernel(kernels.MATMUL, c, width, c, **common),
         )
 

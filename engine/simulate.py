@@ -124,13 +124,18 @@ def durations(graph: Graph, machine: Machine, slow: Slow = NOTHING) -> np.ndarra
         seconds = []
         for program in graph.plan.programs:
             seconds += compute_seconds(Ops.of(program.ops).templates, machine, graph.plan.world_size)
+    known: dict[tuple, float] = {}  # of communication that many ops repeat
     for i, op in enumerate(graph.templates):
         if op.is_compute:
             seconds[i] *= slow.computing(graph.representative[graph.lanes[i][0]])
         elif op.kind == "send" or op.kind in COLLECTIVES:
             group = graph.group(i)
-            alone = seconds[i] if machine.local else communication_seconds(op, group, machine)
-            seconds[i] = slow.moving(group) * alone
+            if machine.local is None:
+                same = (op.kind, op.bytes, group)
+                if same not in known:
+                    known[same] = communication_seconds(op, group, machine)
+                seconds[i] = known[same]
+            seconds[i] *= slow.moving(group)
     of_node = np.array(seconds, dtype=np.float64)[graph.which]
     uneven = np.array([op.kind == "all_to_all" for op in graph.templates], dtype=bool)[graph.which]
     if uneven.any():  # members may give more than others: it takes as long as the most takes

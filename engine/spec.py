@@ -101,6 +101,15 @@ class Spec:
     flash: bool | None = _setting(
         None, "attention in one kernel, which never writes its scores to memory (planned models)"
     )
+    early_stop: bool | None = _setting(
+        None, "recomputing ends where backward needs no more, as in PyTorch; Megatron-LM does all (planned models)"
+    )
+    overlap: bool | None = _setting(
+        None, "gradients are reduced while others are computed, not after them (planned models)"
+    )
+    master_weights: bool | None = _setting(
+        None, "beside weights of two bytes, others in fp32, with their gradients and moments (planned models)"
+    )
     shared_experts: int | None = _setting(None, "experts that every token goes to (planned models)", low=1, high=64)
     dense_layers: int | None = _setting(None, "first blocks without experts (planned models)", low=1, high=1024)
     dense_ffn: int | None = _setting(

@@ -1,7 +1,10 @@
 """Devices, links and nodes -> the machines that a person can choose. Every figure has its source beside it.
 
-Peaks are dense, without sparsity, of NVIDIA's data sheets. What a large matmul reaches of them was measured by
-S. Bekman (Machine Learning Engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS"), in bf16 or fp16.
+Peaks are dense, without sparsity, of NVIDIA's data sheets. What a large matmul reaches of them was measured by others,
+in bf16 or fp16; where that differs, for shapes as language models have and not for the best ones. Attention in one
+kernel reaches of an A100's peak 40 % (between FlashAttention 1 and 2: Dao 2023, arXiv:2307.08691, figures 4 to 6), and
+of an H100's 35 % (FlashAttention 2; 75 % with version 3: Shah et al. 2024, arXiv:2407.08608, abstract); of later
+devices it is assumed that it reaches as much.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ class Device:
     bf16: float | None
     fp8: float | None
     reached: float  # of its peak, by a large matmul
+    reached_fp8: float = 0.0
+    flash: float  # of its peak in two bytes, by attention in one kernel
     memory: int  # bytes
     memory_rate: float  # bytes a second, of the data sheet
     sms: int
@@ -35,42 +40,120 @@ class Device:
 MEMORY_REACHED = 0.88
 # Seconds from one kernel to the next on a stream that is kept full (Gysi et al. 2019; NVIDIA, "Understanding the
 # visualization of overhead and latency in Nsight Systems", 2020: launches of 2 to 5 us).
+# Of the rate that a large matmul reaches alone, what products keep for hours between all others: clocks fall at the
+# device's power limit, and operands are not in the cache. Fitted on A100s (docs/decisions).
+SUSTAINED = 0.91
 LAUNCH = 3e-6
+# Seconds of a call of NCCL beside its rounds (graph/tuning.cc: a ring's base latency, 6.6 to 14 us by protocol).
+CALL = 8.4e-6
 PCIE4 = 25e9  # bytes a second from a host; PCIe 4.0 x16 is 32 GB/s, of which copies from pinned memory reach about 25
 
 DEVICES = {
     # Tesla V100 SXM2/SXM3 data sheet: 15.7 / 125 TFLOP/s, 0.9 TB/s, 80 SMs; no bf16. Megatron-LM's README of 2020 shows
     # 77 TFLOP/s for whole steps; large matmuls reach 80 to 88 % (Jia et al. 2018, arXiv:1804.06826).
     "v100": Device(
-        fp32=15.7, fp16=125, bf16=None, fp8=None, reached=0.80, memory=32 * GIBI, memory_rate=0.9 * TERA, sms=80
+        fp32=15.7,
+        fp16=125,
+        bf16=None,
+        fp8=None,
+        reached=0.80,
+        flash=0.30,
+        memory=32 * GIBI,
+        memory_rate=0.9 * TERA,
+        sms=80,
     ),
-    # A100 SXM data sheet: 156 TF32, 312 bf16; 1.555 TB/s (40 GB) or 2.039 TB/s (80 GB); 108 SMs. Measured 267.9.
+    # A100 SXM data sheet: 156 TF32, 312 bf16; 1.555 TB/s (40 GB) or 2.039 TB/s (80 GB); 108 SMs. Measured
+    # 267.9 (Bekman, Machine Learning Engineering, compute/accelerator, Maximum Achievable Matmul FLOPS).
     "a100_40": Device(
-        fp32=156, fp16=312, bf16=312, fp8=None, reached=0.859, memory=40 * GIBI, memory_rate=1.555 * TERA, sms=108
+        fp32=156,
+        fp16=312,
+        bf16=312,
+        fp8=None,
+        reached=0.859,
+        flash=0.40,
+        memory=40 * GIBI,
+        memory_rate=1.555 * TERA,
+        sms=108,
     ),
     "a100": Device(
-        fp32=156, fp16=312, bf16=312, fp8=None, reached=0.859, memory=80 * GIBI, memory_rate=2.039 * TERA, sms=108
+        fp32=156,
+        fp16=312,
+        bf16=312,
+        fp8=None,
+        reached=0.859,
+        flash=0.40,
+        memory=80 * GIBI,
+        memory_rate=2.039 * TERA,
+        sms=108,
     ),
-    # H100 SXM data sheet: 494.7 TF32, 989.4 bf16, 1979 fp8; 3.35 TB/s; 132 SMs. Measured 794.5.
+    # H100 SXM data sheet: 494.7 TF32, 989.4 bf16, 1979 fp8; 3.35 TB/s; 132 SMs. Measured 720, and
+    # 1280 in fp8 (SemiAnalysis, MI300X vs H100 vs H200, December 2024); 794.5 for the best shape (Bekman).
     "h100": Device(
-        fp32=494.7, fp16=989.4, bf16=989.4, fp8=1979, reached=0.803, memory=80 * GIBI, memory_rate=3.35 * TERA, sms=132
+        fp32=494.7,
+        fp16=989.4,
+        bf16=989.4,
+        fp8=1979,
+        reached=0.728,
+        reached_fp8=0.647,
+        flash=0.35,
+        memory=80 * GIBI,
+        memory_rate=3.35 * TERA,
+        sms=132,
     ),
     # H200 SXM data sheet: an H100's units, 141 GB at 4.8 TB/s.
     "h200": Device(
-        fp32=494.7, fp16=989.4, bf16=989.4, fp8=1979, reached=0.803, memory=141 * 10**9, memory_rate=4.8 * TERA, sms=132
+        fp32=494.7,
+        fp16=989.4,
+        bf16=989.4,
+        fp8=1979,
+        reached=0.728,
+        reached_fp8=0.647,
+        flash=0.35,
+        memory=141 * 10**9,
+        memory_rate=4.8 * TERA,
+        sms=132,
     ),
-    # HGX B200 data sheet (a GPU): 1.1 PFLOP/s TF32, 2.25 bf16, 4.5 fp8; 180 GB at 7.7 TB/s; 148 SMs. Measured 1745.
+    # HGX B200 data sheet (a GPU): 1.1 PFLOP/s TF32, 2.25 bf16, 4.5 fp8; 180 GB at 7.7 TB/s; 148 SMs. Measured
+    # 1448 to 1562 for a 7B model's (arXiv:2604.23466, tables III and IV); 1745 for the best shape (Bekman).
     "b200": Device(
-        fp32=1125, fp16=2250, bf16=2250, fp8=4500, reached=0.776, memory=180 * 10**9, memory_rate=7.7 * TERA, sms=148
+        fp32=1125,
+        fp16=2250,
+        bf16=2250,
+        fp8=4500,
+        reached=0.67,
+        reached_fp8=0.67,
+        flash=0.35,
+        memory=180 * 10**9,
+        memory_rate=7.7 * TERA,
+        sms=148,
     ),
-    # GB200 NVL72 data sheet (a GPU): 1.25 PFLOP/s TF32, 2.5 bf16, 5 fp8; 186 GB at 8 TB/s; 152 SMs. Measured 1822.
+    # GB200 NVL72 data sheet (a GPU): 1.25 PFLOP/s TF32, 2.5 bf16, 5 fp8; 186 GB at 8 TB/s; 152 SMs. Measured 1822 for
+    # the best shape (Bekman), and taken as much less for others as a B200's.
     "gb200": Device(
-        fp32=1250, fp16=2500, bf16=2500, fp8=5000, reached=0.729, memory=186 * 10**9, memory_rate=8 * TERA, sms=152
+        fp32=1250,
+        fp16=2500,
+        bf16=2500,
+        fp8=5000,
+        reached=0.64,
+        reached_fp8=0.64,
+        flash=0.35,
+        memory=186 * 10**9,
+        memory_rate=8 * TERA,
+        sms=152,
     ),
     # Ada GPU architecture white paper, GeForce RTX 4090: 82.6 TF32 and 165.2 bf16 with fp32 sums, 330 fp8; 1.008 TB/s;
     # 128 SMs. What a matmul reaches is assumed: cards boost above the clock that the peak is given for.
     "rtx4090": Device(
-        fp32=82.6, fp16=165.2, bf16=165.2, fp8=330.3, reached=0.95, memory=24 * GIBI, memory_rate=1.008 * TERA, sms=128
+        fp32=82.6,
+        fp16=165.2,
+        bf16=165.2,
+        fp8=330.3,
+        reached=0.95,
+        reached_fp8=0.95,
+        flash=0.50,
+        memory=24 * GIBI,
+        memory_rate=1.008 * TERA,
+        sms=128,
     ),
 }
 
@@ -101,7 +184,7 @@ def cluster(name: str, device: str, inside: Link, node_size: int, *outer: tuple[
     gains = {f"{precision}_gain": (getattr(gpu, precision) or gpu.fp32) / gpu.fp32 for precision in ("fp16", "bf16")}
     return Machine(
         name=name,
-        flop_rate=gpu.reached * gpu.fp32 * TERA,
+        flop_rate=SUSTAINED * gpu.reached * gpu.fp32 * TERA,
         peak_flop_rate=gpu.fp32 * TERA,
         memory_rate=MEMORY_REACHED * gpu.memory_rate,
         op_overhead=LAUNCH,
@@ -112,8 +195,10 @@ def cluster(name: str, device: str, inside: Link, node_size: int, *outer: tuple[
         outer=outer,
         sms=gpu.sms,
         trees=True,
+        call_overhead=CALL,
         load_rate=PCIE4,
-        fp8_gain=gpu.fp8 / gpu.fp32 if gpu.fp8 else gains["bf16_gain"],
+        fp8_gain=gpu.fp8 / gpu.fp32 * gpu.reached_fp8 / gpu.reached if gpu.fp8 else gains["bf16_gain"],
+        flash_rate=gpu.flash * gpu.fp16 * TERA,
         **gains,
     )
 

@@ -1,19 +1,35 @@
-"""A communication op, the size of its group and a machine -> seconds, and the bytes that each rank puts on its links.
+"""A communication op, the ranks of its group and a machine -> seconds, and the bytes that each rank puts on its links.
 
-The alpha-beta model of ring algorithms: n-1 rounds (2(n-1) for an all-reduce), each moving 1/n of the tensor
-(Patarasuk & Yuan 2009, doi 10.1016/j.jpdc.2008.09.002; Thakur et al. 2005, doi 10.1177/1094342005051521).
+The alpha-beta model: messages one after the other, each with its latency, and bytes over the rate of the slowest link
+that they cross. A group that spans nodes has as many network cards between two nodes as it has ranks in one. Of the
+algorithms for a collective the fastest is taken, as NCCL's cost model does (src/graph/tuning.cc):
+
+ring          n-1 rounds, 2(n-1) for an all-reduce, each moving 1/n of the tensor (Patarasuk & Yuan 2009,
+              doi 10.1016/j.jpdc.2008.09.002; Thakur et al. 2005, doi 10.1177/1094342005051521)
+tree          up and down two binary trees, of half the tensor each: as many bytes as a ring, log2 of the nodes in
+              latency (Sanders et al. 2009, doi 10.1016/j.parco.2009.09.001; NCCL 2.4)
+hierarchical  a ring inside of each node, then one between nodes for each rank of a node, with its part of the tensor
+              (Cho et al. 2019, BlueConnect)
+direct        all-to-all: each rank to each other, those of other nodes through its own network card
+
+Where ranks are processes (`trees` is false) there are rings, and direct exchange.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 
-from engine.cost.machine import Machine
+from engine.cost.machine import EVERYBODY, Link, Machine
 from engine.plan import Op
+
+# Of a ring's rate, what the two trees reach: they keep a rank's links less evenly busy (NCCL, tuning.cc: 0.92).
+TREE_RATE = 0.92
 
 
 def rounds_and_bytes(op: Op, group: int) -> tuple[float, float]:
-    """(messages one after the other, bytes a rank sends in all) for one op in a group of `group` ranks.
+    """(messages one after the other, bytes a rank sends in all) for one op in a ring of `group` ranks.
 
     `op.bytes` is the tensor that this rank passes in; for all_gather that is its shard, for reduce_scatter the whole.
     """
@@ -33,16 +49,117 @@ def rounds_and_bytes(op: Op, group: int) -> tuple[float, float]:
 
 def communication_seconds(op: Op, group: Sequence[int], machine: Machine) -> float:
     """Seconds of a collective among the ranks of `group`, or of a message between two."""
-    return message_seconds(op.bytes, machine) if op.kind == "send" else collective_seconds(op, len(group), machine)
+    if op.kind == "send":
+        return message_seconds(op.bytes, machine, _spanned(group, machine)[-1][1])
+    return collective_seconds(op, group, machine)
 
 
-def message_seconds(size: int, machine: Machine) -> float:
-    return machine.link_latency + size / machine.link_rate
+def message_seconds(size: int, machine: Machine, link: Link | None = None) -> float:
+    """Over a link, that of neighbours if none is given."""
+    link = link or machine.tiers[0][1]
+    return machine.call_overhead + link.latency + size / link.rate
 
 
-def collective_seconds(op: Op, group: int, machine: Machine) -> float:
-    rounds, sent = rounds_and_bytes(op, group)
-    return rounds * machine.link_latency + sent / machine.link_rate
+def collective_seconds(op: Op, group: Sequence[int] | int, machine: Machine) -> float:
+    """`group`: its ranks, in rising order; or how many there are, one beside the other."""
+    ranks = range(group) if isinstance(group, int) else group
+    if len(ranks) <= 1:
+        return 0.0
+    spans = _spanned(ranks, machine)
+    if op.kind == "all_to_all":
+        return machine.call_overhead + direct(op, spans)
+    ways = [ring(op, spans)]
+    if machine.trees and len(spans) > 1:
+        ways.append(hierarchical(op, spans))
+    if machine.trees and op.kind == "all_reduce":
+        ways.append(tree(op, spans))
+    return machine.call_overhead + min(ways)
+
+
+Spans = list[tuple[int, Link]]  # (ranks of the group that a link of this tier, and those inside, joins; the link)
+
+
+def _spanned(ranks: Sequence[int], machine: Machine) -> Spans:
+    """The tiers that a group uses, innermost first."""
+    return _tiers_of(tuple(ranks), machine.tiers)
+
+
+@functools.lru_cache(maxsize=4096)  # many ops have one group, and groups of one axis are alike
+def _tiers_of(ranks: tuple[int, ...], tiers: tuple[tuple[int, Link], ...]) -> Spans:
+    """Ranks are laid out on nodes in order, so of an even group as many are in one node as in any other."""
+    spans: Spans = []
+    for reach, link in tiers:
+        inside = len(ranks) if reach == EVERYBODY else sum(rank // reach == ranks[0] // reach for rank in ranks)
+        if inside > (spans[-1][0] if spans else 1):
+            spans.append((inside, link))
+        if inside == len(ranks):
+            return spans
+    return spans
+
+
+def _rates(spans: Spans) -> list[float]:
+    """Bytes a second at which a ring through all of the group crosses each tier. Between two nodes there is a card for
+    each rank of a node."""
+    inside = [1, *(ranks for ranks, _ in spans[:-1])]
+    return [ranks * link.rate for ranks, (_, link) in zip(inside, spans, strict=True)]
+
+
+def _hops(spans: Spans) -> list[float]:
+    """Of the hops once round a ring, but one, how many cross each tier."""
+    total = spans[-1][0]
+    units = [total / ranks for ranks, _ in spans]  # groups that the tier joins into one
+    inner = [total, *units[:-1]]
+    return [before - after for before, after in zip(inner, units, strict=True)]
+
+
+def ring(op: Op, spans: Spans) -> float:
+    """Every round waits for its slowest hop; as NCCL counts them, as many rounds cross a tier as hops do."""
+    rounds, sent = rounds_and_bytes(op, spans[-1][0])
+    turns = rounds / (spans[-1][0] - 1)
+    latency = turns * sum(hops * link.latency for hops, (_, link) in zip(_hops(spans), spans, strict=True))
+    return latency + sent / min(_rates(spans))
+
+
+def tree(op: Op, spans: Spans) -> float:
+    """A chain inside of each node, and between nodes a binary tree; up and down again."""
+    first, *outer = zip(_hops(spans), spans, strict=True)
+    inside = first[1][0]
+    latency = (inside - 1) * first[1][1].latency if outer else math.log2(inside) * first[1][1].latency
+    ranks = inside
+    for _, (joined, link) in outer:
+        latency += math.ceil(math.log2(joined / ranks)) * link.latency
+        ranks = joined
+    return 2 * latency + 2 * op.bytes / (TREE_RATE * min(_rates(spans)))
+
+
+def hierarchical(op: Op, spans: Spans) -> float:
+    """Tier by tier: each moves what the tiers inside of it have left to each of their ranks."""
+    total, seconds, inside = spans[-1][0], 0.0, 1
+    for joined, link in spans:
+        units = joined / inside
+        if op.kind == "all_gather":  # inner tiers come last, with all that outer ones have brought
+            sent, rounds = op.bytes * (units - 1) * (total / joined), units - 1
+        elif op.kind == "all_reduce":
+            sent, rounds = 2 * (units - 1) / units * op.bytes / inside, 2 * (units - 1)
+        elif op.kind in ("broadcast", "reduce"):
+            sent, rounds = float(op.bytes), units - 1
+        else:
+            sent, rounds = (units - 1) / units * op.bytes / inside, units - 1
+        seconds += rounds * link.latency + sent / link.rate
+        inside = joined
+    return seconds
+
+
+def direct(op: Op, spans: Spans) -> float:
+    """Each rank sends its n-1 parts at once; those for another node leave through its own card, and the slowest tier
+    decides. Rounds cost a latency each, as many as are sent one after the other."""
+    total, inside, slowest, latency = spans[-1][0], 1, 0.0, 0.0
+    for joined, link in spans:
+        share = (joined - inside) / total
+        slowest = max(slowest, share * op.bytes / link.rate)
+        latency += (joined - inside) * link.latency
+        inside = joined
+    return latency + slowest
 
 
 def busy_cores(op: Op, group: int, machine: Machine) -> float:

@@ -1,10 +1,12 @@
-"""A program's compute ops and a machine -> seconds for each: the slower of arithmetic and memory, plus a fixed cost."""
+"""A program's compute ops and a machine -> seconds for each: its kernels on a GPU; elsewhere the slower of arithmetic
+and memory, plus a fixed cost."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 
 from engine.cost.machine import Machine
+from engine.cost.matmul import kernels_seconds
 from engine.plan import Op
 
 # On a machine that counts units: seconds of a forward, and the part of a backward that each of these takes.
@@ -16,11 +18,20 @@ def compute_seconds(ops: tuple[Op, ...], machine: Machine, ranks: int) -> list[f
     """Seconds of each op of one program on a device of its own, or on its threads' cores; communication ops get 0."""
     if machine.unit:
         return _unit_seconds(ops, machine.unit_backward)
+    known: dict[int, float] = {}  # of the kernels that many ops share, by which they are
+    return [_seconds(op, machine, ranks, known) if op.is_compute else 0.0 for op in ops]
+
+
+def _seconds(op: Op, machine: Machine, ranks: int, known: dict[int, float]) -> float:
+    if op.kind == "load":  # while the step before is computed, the next batch is read; what is left is its copy
+        return machine.op_overhead + op.bytes / min(machine.memory_rate, machine.load_rate)
+    if op.kernels and machine.sms:
+        at = id(op.kernels)
+        if at not in known:
+            known[at] = kernels_seconds(op.kernels, machine)
+        return known[at]
     flop_rate = machine.flop_rate * machine.threads(ranks)
-    return [
-        machine.op_overhead + max(op.flops / flop_rate, op.bytes / machine.memory_rate) if op.is_compute else 0.0
-        for op in ops
-    ]
+    return machine.op_overhead + max(op.flops / flop_rate, op.bytes / machine.memory_rate)
 
 
 def _unit_seconds(ops: tuple[Op, ...], backward: float) -> list[float]:

@@ -111,6 +111,11 @@ def weight_gradient(kernels: Kernels, samples: int) -> Kernels:
     return tuple(kernel._replace(m=kernel.k, k=kernel.m, of_weight=True) for kernel in products)
 
 
+def halves(kernels: Kernels) -> tuple[Kernels, Kernels]:
+    """Those of a backward pass for the gradient of the input, and for those of weights."""
+    return tuple(k for k in kernels if not k.of_weight), tuple(k for k in kernels if k.of_weight)
+
+
 @functools.lru_cache(maxsize=4096)
 def backward(kernels: Kernels, samples: int) -> Kernels:
     return input_gradient(kernels, samples) + weight_gradient(kernels, samples)

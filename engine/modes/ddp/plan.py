@@ -6,6 +6,7 @@ broadcast. A bucket is closed by the gradient that makes it reach its size limit
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from engine import chain
 from engine.job import Job
@@ -38,7 +39,8 @@ def _passes(job: Job, step: int, microstep: int, synced: bool) -> list[Op]:
     for compute in chain.backward_by_layer(job.layers, job.micro_batch, spec=job.spec):
         ops += compute
         if synced:
-            ops += all_reduces(whole, compute[-1].part, "dp", lambda b: pieces(b, job.layers, job.spec, reduced))
+            sent = all_reduces(whole, compute[-1].part, "dp", lambda b: pieces(b, job.layers, job.spec, reduced))
+            ops += [replace(op, asynchronous=job.spec.overlap is not False) for op in sent]
     return ops
 
 

@@ -63,7 +63,7 @@ def forward(job: Job, mesh: Mesh, units: Sequence[chain.Unit]) -> list[Op]:
 
 def overlaps(job: Job) -> bool:
     """Whether ranks have devices of their own, with streams for communication."""
-    return machine(job.spec.machine).cores == 0
+    return machine(job.spec.machine).cores == 0 and job.spec.overlap is not False
 
 
 def gather(layer: Layer, job: Job, mesh: Mesh) -> list[Op]:

@@ -102,14 +102,13 @@ def _passes(
 
 
 def _halves(backward: Sequence[Op], stage: int) -> Passes:
-    """A backward's two halves share its FLOPs; the weights' half needs nobody. A first stage leaves it all."""
-    halves = [replace(op, flops=op.flops // 2, bytes=op.bytes // 2) if op.is_compute else op for op in backward]
-    total, half = (chain.whole_stage([op for op in ops if op.is_compute]) for ops in (backward, halves))
-    weights = replace(total, kind="backward_weight", flops=total.flops - half.flops, bytes=total.bytes - half.bytes)
-    nothing = replace(half, kind="backward_input", flops=0, bytes=0)
+    """A backward's two halves: that of the weights needs nobody. A first stage leaves all to it."""
+    total = chain.whole_stage([op for op in backward if op.is_compute])
     if stage == 0:
+        nothing = chain.halves(total, first=True)[0]
         return {("backward_input", stage): [nothing], ("backward_weight", stage): _renamed(backward, "backward_weight")}
-    return {("backward_input", stage): _renamed(halves, "backward_input"), ("backward_weight", stage): [weights]}
+    inputs = [chain.halves(op)[0] if op.is_compute else op for op in backward]
+    return {("backward_input", stage): inputs, ("backward_weight", stage): [chain.halves(total)[1]]}
 
 
 def _without(ops: Sequence[Op], sent: int) -> tuple[Op, ...]:

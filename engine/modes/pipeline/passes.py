@@ -31,8 +31,8 @@ def forward_and_backward(job: Job, stage: int, *, is_last: bool) -> tuple[list[O
 def passes_of(job: Job, stages: Sequence[int], pipelines: list[range]) -> dict[tuple[str, int], list[Op]]:
     """The compute of each pass through each stage of a rank.
 
-    A backward's two halves share its FLOPs. Where nobody waits for the gradient of the input, in a first stage,
-    PyTorch leaves all of it to the weights' half.
+    Where nobody waits for the gradient of the input, in a first stage, PyTorch leaves all of a backward to the half of
+    the weights.
     """
     passes, firsts = {}, {pipeline[0] for pipeline in pipelines}
     for stage in stages:
@@ -45,9 +45,5 @@ def passes_of(job: Job, stages: Sequence[int], pipelines: list[range]) -> dict[t
         if recomputes(job):
             continue
         (whole,) = backward
-        inputs = 0 if stage in firsts else whole.flops // 2
-        traffic = 0 if stage in firsts else whole.bytes // 2
-        left = {"flops": whole.flops - inputs, "bytes": whole.bytes - traffic}
-        passes["backward_input", stage] = [replace(whole, kind="backward_input", flops=inputs, bytes=traffic)]
-        passes["backward_weight", stage] = [replace(whole, kind="backward_weight", **left)]
+        passes |= {(op.kind, stage): [op] for op in chain.halves(whole, first=stage in firsts)}
     return passes

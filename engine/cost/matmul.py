@@ -1,0 +1,68 @@
+"""A kernel and a GPU -> seconds: products by their shape, attention by its pairs, everything else by its bytes.
+
+A product is cut into tiles, one to a multiprocessor at a time (NVIDIA, "Matrix Multiplication Background User's Guide",
+sections 3 and 4). Three things keep it from the rate of a large one: tiles at the edges that are not full; the last
+wave, in which not all multiprocessors have a tile; and what each tile does beside its products: it waits for its first
+operands, and writes its result. Smaller tiles fill edges and waves better, and read their operands more often; of all
+tiles the one that is done first is taken, as cuBLAS's heuristics do. And no product is faster than its operands are
+read from memory and its result is written (Williams et al. 2009, doi 10.1145/1498765.1498785).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from engine.cost.hardware import Machine
+from engine.cost.kernels import ATTENTION, ATTENTION_BACKWARD, MATMUL, MEMORY, Kernel, Kernels
+
+# (rows, columns, rate beside that of the first, which reads its operands least often), as in CUTLASS's profiler.
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 128, 0.85), (64, 64, 0.7))
+# What a tile does beside its products takes as long as so many more terms of each sum: a wait of about 1 us for the
+# first operands, and a result of 64 kB to be written at a multiprocessor's share of the memory's rate.
+BESIDE = 192
+# Of the rate of attention forward, what it reaches backward, where it makes the scores again (Dao 2023,
+# arXiv:2307.08691, section 4.1: 73 % and 63 % of an A100's peak at most).
+FLASH = {ATTENTION: 1.0, ATTENTION_BACKWARD: 0.86}
+# Of the rate of a large copy, what norms, softmax, activations and sums reach, forward and backward: they reduce over
+# rows, and have operands of several shapes. Fitted on A100s (docs/decisions).
+ELEMENTWISE = 0.70
+# Queries that a block of attention handles together: pairs behind them that a mask spares are spared by blocks.
+FLASH_BLOCK = 128
+FP32 = 4  # bytes
+
+
+@functools.lru_cache(maxsize=65_536)  # layers of a model share their kernels
+def kernels_seconds(kernels: Kernels, machine: Machine) -> float:
+    return sum(kernel_seconds(kernel, machine) for kernel in kernels)
+
+
+@functools.lru_cache(maxsize=65_536)
+def kernel_seconds(kernel: Kernel, machine: Machine) -> float:
+    if kernel.kind == MEMORY:
+        return machine.op_overhead + kernel.bytes / (ELEMENTWISE * machine.memory_rate)
+    if kernel.kind == MATMUL:
+        return machine.op_overhead + max(_product(kernel, machine), _traffic(kernel) / machine.memory_rate)
+    masked = 1 + FLASH_BLOCK / kernel.n if kernel.half else 1.0
+    rate = machine.flash_rate * FLASH[kernel.kind] / (machine.fp16_gain if kernel.item == FP32 else 1.0)
+    work = kernel.flops * min(2.0, masked) / rate
+    tensors = 4 if kernel.kind == ATTENTION else 8  # q, k, v and the output; backward all of them and their gradients
+    traffic = tensors * kernel.item * kernel.batch * kernel.m * kernel.k
+    return machine.op_overhead + max(work, traffic / machine.memory_rate)
+
+
+def _product(kernel: Kernel, machine: Machine) -> float:
+    one = machine.flop_rate / machine.sms  # of a multiprocessor
+    best = math.inf
+    for rows, columns, rate in TILES:
+        tiles = kernel.batch * math.ceil(kernel.m / rows) * math.ceil(kernel.n / columns)
+        waves = math.ceil(tiles / machine.sms)
+        best = min(best, waves * 2 * rows * columns * (kernel.k + BESIDE) / (rate * one))
+    return best
+
+
+def _traffic(kernel: Kernel) -> float:
+    """Operands read and the result written; a weight's gradient is added to what is there, in fp32."""
+    m, n, k = kernel.m, kernel.n, kernel.k
+    result = 2 * FP32 if kernel.of_weight else kernel.item
+    return kernel.batch * (kernel.item * (m * k + k * n) + result * m * n)
