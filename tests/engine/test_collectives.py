@@ -1,0 +1,88 @@
+"""Collectives cost what closed forms say: bytes over the rate of the slowest link that they cross, and latencies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.cost.collectives import collective_seconds, communication_seconds, direct, hierarchical, ring, tree
+from engine.cost.machine import EVERYBODY, Link, Machine, machine
+from engine.plan import Op
+
+MB = 10**6
+FLAT = Machine(
+    name="flat", flop_rate=1.0, memory_rate=1.0, op_overhead=0.0, link_latency=0.0, link_rate=50e9, trees=True
+)
+# Nodes of 8: 100 GB/s inside, 10 GB/s for each rank between them.
+NODES = replace(FLAT, link_latency=1e-6, link_rate=100e9, node_size=8, outer=((EVERYBODY, Link(5e-6, 10e9)),))
+
+
+def op(kind: str = "all_reduce", size: int = 100 * MB) -> Op:
+    return Op(kind=kind, axis="dp", bytes=size)
+
+
+def test_a_ring_of_eight_reduces_100_megabytes_in_three_and_a_half_milliseconds():
+    """2 x 7/8 x 100 MB at 50 GB/s; twice the bytes take twice the time."""
+    spans = [(8, Link(0.0, 50e9))]
+    assert ring(op(), spans) == pytest.approx(3.50e-3)
+    assert ring(op(size=200 * MB), spans) == pytest.approx(7.00e-3)
+    assert collective_seconds(op(), 8, FLAT) == pytest.approx(3.50e-3)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 16])
+def test_small_messages_of_a_ring_grow_with_its_rounds(ranks):
+    spans = [(ranks, Link(1e-5, 50e9))]
+    assert ring(op(size=8), spans) == pytest.approx(2 * (ranks - 1) * 1e-5, rel=1e-3)
+    assert ring(op("all_gather", 8), spans) == pytest.approx((ranks - 1) * 1e-5, rel=1e-3)
+
+
+def test_the_faster_algorithm_is_taken():
+    """A tree of 256 nodes has 16 latencies where a ring has 510; with many bytes both have as many of those."""
+    far = replace(FLAT, link_latency=1e-5)
+    small, large = op(size=1000), op(size=10_000 * MB)
+    spans = [(256, Link(1e-5, 50e9))]
+    assert tree(small, spans) < ring(small, spans) / 30 and collective_seconds(small, 256, far) == tree(small, spans)
+    assert ring(large, spans) < tree(large, spans) and collective_seconds(large, 256, far) == ring(large, spans)
+    assert collective_seconds(small, 256, replace(far, trees=False)) == ring(small, spans)
+
+
+def test_a_ring_over_nodes_has_a_card_for_each_rank_of_a_node():
+    """8 x 10 GB/s between nodes is less than 100 GB/s inside of them; one rank a node has its own 10 GB/s alone."""
+    whole, one_each = range(16), range(0, 128, 8)
+    bandwidth = 2 * 15 / 16 * 100 * MB
+    near = ring(op(), [(8, Link(0.0, 100e9)), (16, Link(0.0, 10e9))])
+    assert near == pytest.approx(bandwidth / 80e9)
+    assert collective_seconds(op(), one_each, NODES) > 7 * collective_seconds(op(), whole, NODES)
+
+
+def test_tier_by_tier_each_moves_what_is_left_to_a_rank():
+    """Inside 7/8 of all and back; between two nodes each rank half of its eighth and back."""
+    spans = [(8, Link(0.0, 100e9)), (16, Link(0.0, 10e9))]
+    parts = 2 * 7 / 8 * 100 * MB / 100e9 + 2 * 1 / 2 * 100 * MB / 8 / 10e9
+    assert hierarchical(op(), spans) == pytest.approx(parts)
+    # A gather brings the other node's shard of each rank first, then both to the seven neighbours.
+    assert hierarchical(op("all_gather", MB), spans) == pytest.approx(MB / 10e9 + 2 * 7 * MB / 100e9)
+
+
+def test_an_exchange_leaves_a_node_through_each_ranks_own_card():
+    """Of 16 parts 8 go to the other node."""
+    spans = [(8, Link(0.0, 100e9)), (16, Link(0.0, 10e9))]
+    assert direct(op("all_to_all"), spans) == pytest.approx(8 / 16 * 100 * MB / 10e9)
+
+
+@pytest.mark.parametrize(("ends", "link"), [(range(6, 8), 0), (range(7, 9), 1), (range(0, 9, 8), 1)])
+def test_a_message_takes_the_tier_between_its_ends(ends, link):
+    rate, latency = NODES.tiers[link][1].rate, NODES.tiers[link][1].latency
+    assert communication_seconds(op("send", MB), ends, NODES) == pytest.approx(latency + MB / rate)
+
+
+def test_all_reduces_of_published_machines_are_as_fast_as_measured():
+    """nccl-tests: 229 GB/s over the bus of 8 A100s with 1 GiB (vTrain's traces), 360 to 370 of 8 H100s' rings."""
+    for name, measured in (("a100", 229.3e9), ("h100", 365e9)):
+        seconds = collective_seconds(op(size=2**30), 8, machine(name))
+        assert 2 * 7 / 8 * 2**30 / seconds == pytest.approx(measured, rel=0.06)
+
+
+def test_one_rank_has_nobody_to_talk_to():
+    assert collective_seconds(op(), 1, NODES) == 0

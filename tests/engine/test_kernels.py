@@ -1,0 +1,115 @@
+"""Kernels cost what arithmetic, tiles and bytes say; a backward pass is the two products of each product."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from engine import chain
+from engine.cost import kernels
+from engine.cost.kernels import ATTENTION, MATMUL, Kernel
+from engine.cost.machine import machine
+from engine.cost.matmul import kernel_seconds, kernels_seconds
+from engine.job import prepare
+from engine.predict import predict
+from engine.spec import Spec
+
+A100 = machine("a100").at("bf16")
+
+
+def rate(kernel: Kernel, on=A100) -> float:
+    return kernel.flops / kernel_seconds(kernel, on) / on.flop_rate
+
+
+def test_a_large_square_product_is_near_the_rate_of_a_large_one():
+    assert 0.93 < rate(Kernel(MATMUL, 8192, 8192, 8192)) <= 1
+
+
+def test_a_product_is_as_slow_as_its_waves_and_its_edges():
+    """108 tiles of 256 x 128 fill an A100 once; one row of tiles more takes a second wave, almost empty."""
+    full, over = Kernel(MATMUL, 27 * 256, 4 * 128, 8192), Kernel(MATMUL, 27 * 256 + 1, 4 * 128, 8192)
+    assert rate(over) < 0.95 * rate(full)
+    assert rate(Kernel(MATMUL, 8192, 8192, 64)) < 0.5 * rate(Kernel(MATMUL, 8192, 8192, 8192))  # little depth
+
+
+def test_a_thin_product_is_bound_by_reading_its_matrix():
+    """One row through a matrix of 8192 x 8192 in two bytes: 134 MB at the memory's rate."""
+    thin = kernel_seconds(Kernel(MATMUL, 1, 8192, 8192), A100)
+    assert thin >= 2 * 8192**2 / A100.memory_rate + A100.op_overhead
+
+
+def test_causal_attention_is_half_of_the_square_and_flops_count_it():
+    whole, half = (Kernel(ATTENTION, 8192, 8192, 128, batch=32, half=half) for half in (False, True))
+    assert whole.flops == 4 * 32 * 8192**2 * 128 == 2 * half.flops
+    assert kernel_seconds(half, A100) / kernel_seconds(whole, A100) == pytest.approx(0.5, rel=0.03)
+
+
+def test_fp8_speeds_up_products_and_not_attention():
+    h100 = machine("h100")
+    product, attention = Kernel(MATMUL, 8192, 8192, 8192), Kernel(ATTENTION, 4096, 4096, 128, batch=32)
+    assert 1.6 < kernel_seconds(product, h100.at("bf16")) / kernel_seconds(product, h100.at("fp8")) < 2
+    assert kernel_seconds(attention, h100.at("bf16")) == kernel_seconds(attention, h100.at("fp8"))
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_backward_is_the_two_products_of_each_product(samples):
+    layer = prepare(Spec(mode="single", devices=1, model="llama3_8b", context=1024)).layers[1]
+    ahead, back = kernels.forward(layer.kernels, samples), kernels.backward(layer.kernels, samples)
+    products = [sum(k.flops for k in each if k.kind == MATMUL) for each in (ahead, back)]
+    assert products[1] == 2 * products[0]
+    inputs, weights = kernels.halves(back)
+    assert sum(k.flops for k in weights) == products[0] and all(k.kind == MATMUL for k in weights)
+    assert {(k.m, k.n, k.k) for k in weights} == {(k.k, k.n, k.m) for k in ahead if k.kind == MATMUL}
+    assert sum(k.flops for k in inputs) == products[0] + 2.5 * sum(k.flops for k in ahead if k.kind == ATTENTION)
+
+
+def test_a_layers_kernels_have_its_flops():
+    """But attention's, of which kernels count what causal attention computes, and layers the full square."""
+    block = prepare(Spec(mode="single", devices=1, model="gpt3_175b")).layers[1]
+    square = 4 * 2048**2 * 12_288
+    assert sum(kernel.flops for kernel in block.kernels) == block.flops - square / 2
+    unfused = prepare(Spec(mode="single", devices=1, model="gpt3_175b", flash=False)).layers[1]
+    assert sum(kernel.flops for kernel in unfused.kernels) == block.flops
+
+
+@pytest.mark.parametrize("mode", ["tensor", "sequence"])
+def test_ranks_that_share_a_layer_share_its_products(mode):
+    spec = Spec(mode=mode, devices=4, model="llama3_8b", context=1024, layers=2, global_batch=1, machine="h100")
+    (program,) = predict(spec).plan.programs
+    whole = [kernel for layer in prepare(spec).layers for kernel in layer.kernels]
+    of = {kind: [k for op in program.ops if op.kind == kind for k in op.kernels] for kind in ("forward", "backward")}
+    products = sum(kernel.flops for kernel in whole)
+    assert sum(kernel.flops for kernel in of["forward"]) == products / 4
+    assert (
+        sum(k.flops for k in of["backward"] if k.kind == MATMUL) == sum(k.flops for k in whole if k.kind == MATMUL) / 2
+    )
+
+
+def test_recomputing_ends_where_backward_needs_no_more_unless_all_is_done_again():
+    spec = Spec(mode="single", devices=1, model="gpt3_175b", layers=1, global_batch=1, recompute="full")
+    repeated = {
+        stop: sum(
+            kernel.flops
+            for layer in prepare(spec).layers[1:2]
+            for kernel in chain.recompute(layer, 1, spec.with_(early_stop=stop)).kernels
+        )
+        for stop in (None, False)
+    }
+    assert repeated[False] - repeated[None] == 2 * 2048 * 12_288 * 4 * 12_288  # the last matrix of the MLP
+
+
+def test_the_optimizer_moves_30_bytes_of_a_parameter_with_master_weights():
+    """AdamW in fp32: the gradient read; weight and two moments read and written; the weight of two bytes written."""
+    spec = Spec(mode="single", devices=1, model="gpt3_175b", layers=1, optimizer="adamw", master_weights=True)
+    job = prepare(spec)
+    held = sum(layer.num_params for layer in job.layers)
+    assert chain.optimizer(job.layers, job.spec).bytes == 30 * held
+    assert sum(chain.standing_memory(job.layers, job.spec).values()) == 18 * held
+
+
+def test_a_kernel_never_takes_less_than_its_launch():
+    nothing = replace(A100, flop_rate=math.inf, memory_rate=math.inf, flash_rate=math.inf)
+    layer = prepare(Spec(mode="single", devices=1, model="llama3_8b")).layers[1]
+    assert kernels_seconds(layer.kernels, nothing) == pytest.approx(len(layer.kernels) * A100.op_overhead)
