@@ -30,7 +30,7 @@ def to_perfetto(timeline: Timeline) -> str:
     origin = float(times.min(initial=np.inf)) if len(times) else 0.0
     threads = _threads(spans)
     events = [
-        *_names(threads, timeline.world_size),
+        *_names(threads, timeline.weights.tolist()),
         *(_complete(span, threads[span.rank][span.lane], origin) for span in spans),
         *_arrows(spans, threads, origin),
         *_counters(timeline, origin),
@@ -72,10 +72,13 @@ def _threads(spans: list[Span]) -> dict[int, dict[str, int]]:
     return {rank: {name: i for i, name in enumerate(names)} for rank, names in in_order.items()}
 
 
-def _names(threads: dict[int, dict[str, int]], world_size: int) -> Iterator[dict[str, Any]]:
-    """Metadata events that name and order processes and threads."""
-    for rank in range(world_size):
-        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+def _names(threads: dict[int, dict[str, int]], weights: list[int]) -> Iterator[dict[str, Any]]:
+    """Metadata events that name and order processes and threads. `weights`: how many ranks each rank stands for."""
+    for rank, alike in enumerate(weights):
+        if not alike:
+            continue
+        name = f"rank {rank}" + (f" and {alike - 1} like it" if alike > 1 else "")
+        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
         for lane, thread in threads.get(rank, {}).items():
             yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": lane}}

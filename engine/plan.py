@@ -113,7 +113,11 @@ class Mesh:
         return [each for each in FLAT.get(axis, (axis,)) if each in self.axes]
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        return tuple(self.peer(rank, axis, i) for i in range(self.degree(axis)))
+        if axis in FLAT:
+            return tuple(self.peer(rank, axis, i) for i in range(self.degree(axis)))
+        stride, degree = self.stride(axis), self.degree(axis)
+        lowest = rank - rank // stride % degree * stride
+        return tuple(range(lowest, lowest + degree * stride, stride))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ from engine.simulate import Simulation
 from engine.spec import Spec
 from engine.timeline import Timeline
 
+MOST_SPANS = 500_000  # of a timeline of every rank that is made unasked
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -42,6 +44,14 @@ class Prediction:
     @property
     def timeline(self) -> Timeline:
         return self.simulation.timeline
+
+    @property
+    def short_timeline(self) -> Timeline:
+        """That of every rank, or where it has more than MOST_SPANS, of one rank a role, which stands for the others."""
+        all_ranks = sum(
+            len(p.ops) * n for p, n in zip(self.plan.programs, self.simulation.graph.num_ranks, strict=True)
+        )
+        return self.simulation.timeline if all_ranks <= MOST_SPANS else self.simulation.by_role
 
     @property
     def step_time(self) -> float:

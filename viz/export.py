@@ -17,6 +17,7 @@ from engine.timeline import Timeline
 from viz import player
 from viz.figures.moving import moving_picture
 from viz.figures.picture import VIEWS, picture_info, typical_step
+from viz.figures.places import drawn
 from viz.locales import LANGUAGES, text
 from viz.locales.engine import lesson
 
@@ -33,7 +34,8 @@ def export(source: str | Path, output: str | Path, language: str = "en", view: s
     step = None if measured is None else measured.step(typical_step(measured))
     memory = prediction.summary()["peak_memory"]
     steps = lesson(language, spec.mode).steps
-    info = picture_info(prediction.plan, prediction.job.layers, prediction.timeline, step, view, memory, steps)
+    predicted = prediction.simulation.of_ranks(drawn(prediction.plan))
+    info = picture_info(prediction.plan, prediction.job.layers, predicted, step, view, memory, steps)
     words = text(language)
     title = words("player.page_title", mode=spec.mode, devices=spec.devices)
     output.write_text(player.page(moving_picture(info, words), title, language), encoding="utf-8")

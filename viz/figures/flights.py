@@ -82,17 +82,20 @@ def _collectives(spans: Sequence[Span], mesh: Mesh, shortest: float) -> list[Fli
     counts: dict[tuple, int] = defaultdict(int)
     kinds: dict[str, set[str]] = defaultdict(set)
     drawn = {span.rank for span in spans}
+    groups: dict[tuple[int, str], tuple[int, ...]] = {}  # of a rank on an axis; its first member names it
     for span in sorted(spans, key=lambda s: s.start):
         if span.kind not in COLLECTIVES:
             continue
-        group = mesh.group(span.rank, span.group) if mesh.has(span.group) else tuple(sorted(drawn))
-        place = (span.step, span.group, group)
+        if (mine := (span.rank, span.group)) not in groups:
+            groups[mine] = mesh.group(*mine) if mesh.has(span.group) else tuple(sorted(drawn))
+        place = (span.step, span.group, groups[mine][0])
         calls[(*place, counts[(*place, span.rank)])].append(span)
         counts[(*place, span.rank)] += 1
         kinds[span.group].add(span.kind)
     found = []
-    for (_, axis, group, _), members in calls.items():
+    for (_, axis, _, _), members in calls.items():
         first = members[0]
+        group = groups[first.rank, axis]
         root = root_of(first.part)
         ring = [rank for rank in group[root:] + group[:root] if rank in drawn]
         start, stop = max(s.start for s in members), max(s.end for s in members)

@@ -83,7 +83,7 @@ def places(
 ) -> Places:
     """`memory`: bytes of each rank; without it, what the plan says stays in memory for the whole step. `experts`: how
     many each layer has."""
-    ranks = range(min(plan.world_size, MAX_BOXES))
+    ranks = drawn(plan)
     graph = device_graph(plan, len(ranks))
     spots = grid(graph)
     columns = 1 + max(column for column, _ in spots.values())
@@ -113,6 +113,11 @@ def places(
         boxes.append(Box(rank, tuple(stages), held, x - wide / 2, x + wide / 2, y, y + high, cells, loads))
     hidden, links = plan.world_size - len(ranks), tuple(sorted(graph.edges))
     return Places(tuple(boxes), hidden, height, links, _frames(plan, boxes))
+
+
+def drawn(plan: Plan) -> range:
+    """The ranks that have a box."""
+    return range(min(plan.world_size, MAX_BOXES))
 
 
 def _frames(plan: Plan, boxes: Sequence[Box]) -> tuple[tuple[float, float, float, float], ...]:

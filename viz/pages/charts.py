@@ -71,7 +71,7 @@ def _compare(
     if found := _accuracy(_result, _shown):
         return plot_compare(accuracy_info(found), _text)
     steady = _measured.where(_measured["step"] >= FIRST_STEADY_STEP)
-    return plot_compare(compare_info(_shown.prediction.timeline, steady if len(steady) else _measured), _text)
+    return plot_compare(compare_info(_shown.prediction.simulation.by_role, steady if len(steady) else _measured), _text)
 
 
 def _accuracy(result: Mapping[str, Any], shown: Shown) -> Mapping[str, Any] | None:

@@ -25,6 +25,8 @@ def show_downloads(name: str, spec: Spec, timeline: Timeline, payload: Mapping[s
         "page": (lambda: player.page(payload, title, text.language), ".html", "text/html", ":material/movie:"),
         "table": (lambda: to_csv(timeline), ".csv", "text/csv", ":material/table:"),
     }
+    drawn, total = int((timeline.weights > 0).sum()), timeline.world_size  # others do the same at the same times
+    about = "" if drawn == total else " " + text("downloads.by_role", drawn=drawn, total=total)
     with st.container(horizontal=True, gap="small", key="downloads"):
         for kind, (make, ending, mime, icon) in files.items():
             st.download_button(
@@ -35,6 +37,6 @@ def show_downloads(name: str, spec: Spec, timeline: Timeline, payload: Mapping[s
                 icon=icon,
                 type="tertiary",
                 key=f"download-{kind}",
-                help=text(f"downloads.{kind}.help"),
+                help=text(f"downloads.{kind}.help") + about * (kind != "page"),
                 on_click="ignore",
             )

@@ -12,6 +12,7 @@ from viz import player
 from viz.figures.critical import Key
 from viz.figures.moving import moving_picture
 from viz.figures.picture import picture_info, typical_step
+from viz.figures.places import drawn
 from viz.locales import Catalogue
 from viz.locales.engine import lesson
 from viz.pages.downloads import show_downloads
@@ -42,7 +43,7 @@ def show_picture(shown: Shown, measured: Timeline | None, text: Catalogue, name:
 
     `name` is the run's id, or begins the files' names where there is none. `crowded`: the run's ranks shared cores.
     """
-    spec, timeline = shown.prediction.job.spec, shown.prediction.timeline
+    spec = shown.prediction.job.spec
     view, step = "predicted", None
     if measured is not None:
         view, step = _show_switch(measured, name, text)
@@ -53,7 +54,8 @@ def show_picture(shown: Shown, measured: Timeline | None, text: Catalogue, name:
     payload = _payload((settings, name, step, view, text.language), shown, part, text, critical)
     player.show(payload, key="picture")
     with st.container(horizontal=True, horizontal_alignment="distribute", vertical_alignment="center"):
-        show_downloads(name, spec, timeline if part is None else measured, payload, text)
+        exported = shown.prediction.short_timeline if part is None else measured
+        show_downloads(name, spec, exported, payload, text)
         if found.path:  # below what it changes, so that the picture stays above the fold
             st.toggle(text("picture.critical"), key="critical", help=text("picture.critical.help"))
     show_waits(found, text, key="waits-chart")
@@ -95,7 +97,7 @@ def _payload(
     info = picture_info(
         prediction.plan,
         prediction.job.layers,
-        prediction.timeline,
+        prediction.simulation.of_ranks(drawn(prediction.plan)),
         _measured,
         view,
         memory=_shown.summary["peak_memory"],
