@@ -9,6 +9,7 @@ import math
 
 from engine import schedules
 from engine.faults import FAULTS, WITH_PEERS, Fault
+from engine.meshes import check_options
 from engine.modes.context.deal import num_chunks
 from engine.plan import AXES
 from engine.presets import family
@@ -26,10 +27,8 @@ from engine.settings import (
     MODEL_REASONS,
     ONE_BUCKET_MB,
     ONE_PROCESS_MODES,
-    OWN_MICROBATCHES,
     PIPELINE_SETTINGS,
     PLANNED_ONLY,
-    ROUTED_EACH_PASS,
     SEVERAL_STAGES,
     SPLIT_BACKWARD,
     STAGE_MODES,
@@ -65,14 +64,12 @@ def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
         return check_context(spec)
     if spec.mode == "hybrid":
         _check_expert_axis(spec)
+        check_options(spec)
         spec = _check_context_axis(_check_sequences(spec))
     if spec.mode == "expert" and spec.experts % spec.devices:
         raise _experts_left(spec)
     if spec.mode == "hsdp":
         return _check_degrees(spec)
-    if spec.mode == "hybrid" and spec.accumulate > 1 and (spec.pp > 1 or family(spec.model) == "moe"):
-        reason = OWN_MICROBATCHES if spec.pp > 1 else ROUTED_EACH_PASS
-        raise SpecError("option_of_mode", "accumulate", spec.accumulate, mode="hybrid", reason=reason)
     if spec.mode == "hybrid" and spec.pp == 1:
         return _without_pipeline(spec)
     if spec.mode == "hybrid":
@@ -98,13 +95,10 @@ def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
         value = getattr(spec, setting)
         names = {"model": spec.model, "layers": len(layers), "stages": stages}
         raise SpecError("too_many_stages", setting, value, suggest=good, **names)
-    if spec.recompute not in (None, "none"):
-        _check_recompute(spec)
+    _check_recompute(spec)
     if spec.compile_stage == "torch_compile" and _has_halves(spec):
-        values = {"order": spec.schedule or "schedule-file"}
-        raise SpecError(
-            "compile_halves", "compile_stage", spec.compile_stage, suggest=("torchscript", "none"), **values
-        )
+        values = {"suggest": ("torchscript", "none"), "order": spec.schedule or "schedule-file"}
+        raise SpecError("compile_halves", "compile_stage", spec.compile_stage, **values)
     balanced = balance([float(layer.flops) for layer in layers], stages)
     if spec.split is None:
         spec = spec.with_(split=balanced)
@@ -128,8 +122,6 @@ def _check_context_axis(spec: Spec) -> Spec:
         return spec
     if spec.model not in MODE_MODELS["context"]:
         raise SpecError("model_of_mode", "model", spec.model, suggest=MODE_MODELS["context"], mode="context")
-    if spec.recompute not in (None, "none"):
-        raise SpecError("does_not_apply", "recompute", spec.recompute, suggest=["none"], to="the axis cp")
     return check_context(spec.with_(attention=spec.attention or MODE_SETTINGS["context"]["attention"]), "cp")
 
 
@@ -215,6 +207,8 @@ def _has_halves(spec: Spec) -> bool:
 
 def _check_recompute(spec: Spec) -> None:
     """Of a stage: its backwards must be whole, and it must be PyTorch's modules as they are."""
+    if spec.recompute in (None, "none"):
+        return
     if _has_halves(spec):
         order = spec.schedule or "schedule-file"
         raise SpecError("recompute_halves", "recompute", spec.recompute, suggest=["none"], order=order)

@@ -1,4 +1,4 @@
-"""Degrees as asked for -> those of every axis that a mode has, so that together they make the number of devices."""
+"""Degrees as asked for -> those of every axis, which together make the number of devices; and what an axis cannot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from engine.plan import AXES
 from engine.presets import family
 from engine.rules import SpecError
-from engine.settings import MODE_SETTINGS
+from engine.settings import AXIS_REASONS, MODE_SETTINGS, OPTIONS
 from engine.spec import MAX_DEVICES, Spec
 
 FIRST_TO_GROW = ("fsdp", "dp", "tp", "pp")  # which axis is proposed for devices that no degree speaks for
@@ -38,3 +38,11 @@ def fill_degrees(spec: Spec) -> Spec:
         raise SpecError("degrees_left", free[0], None, suggest=[rest], **names)
     filled = dict.fromkeys(axes, 1) | given | (dict.fromkeys(free, rest) if rest > 1 else {})
     return spec.with_(**filled)
+
+
+def check_options(spec: Spec) -> None:
+    """What one axis of a mesh cannot, the mesh cannot."""
+    for (axis, name), reason in AXIS_REASONS.items():
+        here = family(spec.model) == axis or getattr(spec, axis, 1) > 1
+        if here and getattr(spec, name) not in (None, OPTIONS[name][0]):
+            raise SpecError("option_of_mode", name, getattr(spec, name), mode=spec.mode, reason=reason)

@@ -72,7 +72,7 @@ MODE_SETTINGS = {
 # Options of the training itself: the default, and the modes that have them.
 REPLICA_MODES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")  # each rank runs whole passes, and gradients are reduced
 OPTIONS = {
-    "accumulate": (1, ("single", *REPLICA_MODES, "local_sgd", "hybrid")),  # a hybrid: planned
+    "accumulate": (1, ("single", *REPLICA_MODES, "local_sgd", "tensor", "sequence", "context", "hybrid")),
     "sync_every_microstep": (False, REPLICA_MODES),
     "compress": ("none", ("ddp",)),
     "compress_rank": (None, ("ddp",)),  # of powersgd alone
@@ -84,18 +84,15 @@ for _option, (_default, _modes) in OPTIONS.items():
     for _mode in _modes:
         MODE_SETTINGS[_mode][_option] = _default
 # Why a mode has not got an option that one might look for there.
-OWN_MICROBATCHES = "a pipeline adds up the gradients of its microbatches as it is"
+_OWN_MICROBATCHES = "a pipeline adds up the gradients of its microbatches as it is"
 _WHOLE_BATCH = "all of its devices work on the same samples, and nothing is saved by cutting them"
-ROUTED_EACH_PASS = "where tokens go is decided in each pass, and is planned for one pass a step"
+_ROUTED = "where tokens go is decided in each pass, and is planned for one pass a step"
 _SCATTERED = "it scatters the batch anew in every pass"
 REASONS = {
     "accumulate": {
-        "pipeline": OWN_MICROBATCHES,
+        "pipeline": _OWN_MICROBATCHES,
         "layer_split": _WHOLE_BATCH,
-        "tensor": _WHOLE_BATCH,
-        "sequence": _WHOLE_BATCH,
-        "context": _WHOLE_BATCH,
-        "expert": ROUTED_EACH_PASS,
+        "expert": _ROUTED,
         "data_parallel": _SCATTERED,
     },
     "recompute": {
@@ -107,6 +104,12 @@ REASONS = {
         "single": "one device has nobody to reduce gradients with",
         "local_sgd": "no gradients are reduced",
     },
+}
+# Options that a mesh has not got where it has this axis of several coordinates, or this model.
+AXIS_REASONS = {
+    ("pp", "accumulate"): _OWN_MICROBATCHES,
+    ("moe", "accumulate"): _ROUTED,
+    ("cp", "recompute"): REASONS["recompute"]["context"],
 }
 # Values that a model that runs does not take, and why.
 MODEL_REASONS = {
@@ -150,7 +153,6 @@ TORCH_FLOOR = (2, 11)  # the oldest that runs are tested with
 # What gloo could not do before torch 2.8 (pytorch#149869).
 REDUCE_SCATTER_MODES = ("zero2", "fsdp", "hsdp", "sequence", "hybrid")
 PLANNED_PRECISIONS = ("fp16", "fp8")
-FP32_MODES = ("context", "expert", "hybrid")  # what their devices exchange inside of a layer is in fp32 when they run
 PLANNED_ONLY = ("zb_h2", "zb_2p", "dualpipe")  # schedules that PyTorch does not have
 MAX_RING = 64  # ranks: every one takes as many turns, in every layer
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zb_h2", "zb_2p", "zbv", "dualpipev", "dualpipe")  # a backward is two ops
@@ -166,10 +168,7 @@ def planned_only(spec: Spec) -> str | None:
     if spec.model in PRESETS:
         return "model"
     of_sizes = next((name for name in (*PLANNED_SIZES, *PLANNED_EXPERTS) if getattr(spec, name) is not None), None)
-    if spec.mode == "hybrid" and (spec.accumulate or 1) > 1:
-        return "accumulate"
-    in_fp32 = spec.mode in FP32_MODES and spec.precision not in (None, "fp32")
-    return of_sizes or ("precision" if in_fp32 or spec.precision in PLANNED_PRECISIONS else None)
+    return of_sizes or ("precision" if spec.precision in PLANNED_PRECISIONS else None)
 
 
 def applies(setting: str, mode: str, model: str) -> bool:

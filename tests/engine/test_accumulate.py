@@ -101,12 +101,59 @@ def test_micro_steps_must_divide_a_device_s_samples():
     assert str(error.value) == told
 
 
-@pytest.mark.parametrize("mode", ["data_parallel", "layer_split", "pipeline", "tensor"])
-def test_where_it_means_nothing_it_is_refused_with_the_reason(mode):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mode": "data_parallel"},
+        {"mode": "layer_split"},
+        {"mode": "pipeline"},
+        {"mode": "hybrid", "dp": 2, "model": "moe"},
+        {"mode": "hybrid", "pp": 2},
+    ],
+)
+def test_where_it_means_nothing_it_is_refused_with_the_reason(settings):
     with pytest.raises(SpecError) as error:
-        prepare(Spec(mode=mode, devices=2, accumulate=2))
+        prepare(Spec(devices=2, accumulate=2, **settings))
     assert error.value.code == "option_of_mode"
     assert error.value.values["reason"] in str(error.value)
+
+
+@pytest.mark.parametrize("mode", ["tensor", "sequence"])
+def test_tensor_ranks_take_a_quarter_of_their_samples_at_a_time_and_sum_in_each_micro_step(mode):
+    """Gradients of norms, which have seen a part of the tokens, are summed once."""
+    plans = [modes.plan(prepare(Spec(mode=mode, devices=2, model="gpt", accumulate=k))).program(0).ops for k in (1, 4)]
+    sent = [[op for op in ops if op.axis and not (op.kind == "all_reduce" and "norm" in op.part)] for ops in plans]
+    sent = [[op for op in ops if op.part != "embed.position"] for ops in sent]  # as large for any number of samples
+    assert len(sent[1]) == 4 * len(sent[0])
+    for i, op in enumerate(sent[1]):
+        whole = sent[0][i % len(sent[0])]
+        assert (op.kind, op.part, 4 * op.bytes, op.microbatch) == (
+            whole.kind,
+            whole.part,
+            whole.bytes,
+            i // len(sent[0]),
+        )
+    norms = [[op for op in ops if op.kind == "all_reduce" and "norm" in op.part] for ops in plans]
+    assert norms[0] == norms[1] and bool(norms[0]) == (mode == "sequence")
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("mode", "settings"),
+    [
+        ("tensor", {"devices": 2}),
+        ("sequence", {"devices": 2}),
+        ("context", {"devices": 2}),
+        ("hybrid", {"devices": 4, "fsdp": 2, "tp": 2}),
+        ("hybrid", {"devices": 4, "dp": 2, "tp": 2}),
+        ("hybrid", {"devices": 2, "tp": 2, "sequence_parallel": True}),
+        ("hybrid", {"devices": 4, "fsdp": 2, "cp": 2}),
+    ],
+)
+def test_ranks_that_share_samples_accumulate_too(mode, settings, launcher, runs_dir):
+    model = {"model": "gpt", "layers": 2, "hidden": 32, "heads": 2, "context": 16, "global_batch": 16}
+    spec = Spec(mode=mode, **settings, **model, accumulate=2, steps=4, device="cpu")
+    holds(finished(spec, launcher, runs_dir))
 
 
 @pytest.mark.real

@@ -87,10 +87,29 @@ def test_the_tolerance_tells_rounding_from_a_mistake():
         ("fsdp", SMALL | {"accumulate": 2}),
         ("pipeline", {"model": "cnn", "global_batch": 16}),
         ("sequence", TEXT | {"optimizer": "adamw"}),
+        ("context", TEXT),
+        ("context", TEXT | {"attention": "all_gather"}),
+        ("context", TEXT | {"attention": "ulysses"}),
     ],
 )
 def test_real_runs_in_bf16_equal_one_device_in_bf16(mode, settings, launcher, runs_dir):
     spec = Spec(mode=mode, devices=2, **settings, precision="bf16", steps=4, device="cpu")
+    holds(finished(spec, launcher, runs_dir))
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"pp": 2, "tp": 2},
+        {"fsdp": 2, "tp": 2},
+        {"dp": 2, "pp": 2},
+        {"fsdp": 2, "tp": 2, "sequence_parallel": True},
+        {"fsdp": 2, "cp": 2},
+    ],
+)
+def test_a_mesh_in_bf16_equals_one_device_in_bf16(degrees, launcher, runs_dir):
+    spec = Spec(mode="hybrid", devices=4, **TEXT, **degrees, precision="bf16", steps=4, device="cpu")
     holds(finished(spec, launcher, runs_dir))
 
 

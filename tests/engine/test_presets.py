@@ -75,7 +75,6 @@ def test_a_preset_cannot_run(name):
         {"model": "gpt", "kv_heads": 2},
         {"model": "gpt", "tied": False},
         {"model": "gpt", "precision": "fp16"},
-        {"mode": "context", "model": "gpt", "precision": "bf16"},
     ],
 )
 def test_sizes_that_are_not_built_cannot_run(settings):

@@ -25,21 +25,25 @@ def plan(job: Job, step: int) -> Plan:
     reduces = [op for op in shared if op.kind == "all_reduce"]
     last = [bucket.params[-1] for bucket in buckets(job.layers, job.spec.bucket_mb if step else None)]
     due = dict(zip(last, reduces, strict=True))
-    ranks, samples, own = job.degree("cp"), job.local_batch, own_tokens(job)
+    ranks, samples, own = job.degree("cp"), job.micro_batch, own_tokens(job)
     programs: dict[tuple[Op, ...], int] = {}
     roles = []
     for rank in range(ranks):
-        load = chain.load(own.sample_bytes, samples)
-        if ranks > 1:
-            load = dataclasses.replace(load, part=span(rank, ranks, job.spec.context, job.spec.balance))
-        ops = [load, *control]
-        for layer in own.layers:
-            ops += ops_of(forward(job, layer, rank), chain.forward, samples)
-        for layer in reversed(own.layers):
-            for item in backward(job, layer, rank):
-                ops += ops_of([item], chain.backward, samples)
-                made = [f"{layer.name}.{name}" for name, _ in item.params] if isinstance(item, Layer) else []
-                ops += [due[name] for name in reversed(made) if name in due]
+
+        def passes(k: int, synced: bool, rank: int = rank) -> list[Op]:
+            ops = [] if k else [*control]
+            for layer in own.layers:
+                ops += ops_of(forward(job, layer, rank), chain.forward, samples)
+            for layer in reversed(own.layers):
+                for item in backward(job, layer, rank):
+                    ops += ops_of([item], chain.backward, samples)
+                    made = [f"{layer.name}.{name}" for name, _ in item.params] if isinstance(item, Layer) else []
+                    ops += [due[name] for name in reversed(made) if synced and name in due]
+            return ops
+
+        where = span(rank, ranks, job.spec.context, job.spec.balance) if ranks > 1 else ""
+        steps = chain.microsteps(own, passes)
+        ops = [dataclasses.replace(op, part=where) if op.kind == "load" else op for op in steps]
         ops += [*chain.clip(job.layers, job.spec), chain.optimizer(job.layers, job.spec)]
         roles.append(programs.setdefault(tuple(ops), len(programs)))
     layers = range(len(job.layers))

@@ -1,6 +1,7 @@
 """A job whose sequences are dealt out to the ranks: attention between them, and torch's DistributedDataParallel."""
 
 import functools
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,9 @@ def training(job: Job, place: Place) -> LocalTraining:
     place.recorder.parts = functools.cache(lambda kind, layer: parts(job, kind, layer, place.rank))
     replica = replicate(chain, job, place, axis="cp", group=group)
     optimizer = models.make_optimizer(job, replica.parameters())
-    return LocalTraining(job, place, chain, replica, batches, optimizer)
+    local = LocalTraining(job, place, chain, replica, batches, optimizer)
+    local.reducing = lambda reduces: nullcontext() if reduces else replica.no_sync()
+    return local
 
 
 def deal_out(batches: Batches, job: Job, group: dist.ProcessGroup) -> None:

@@ -5,6 +5,7 @@ over dp and cp; or, in a pipeline, dealt out to stages first.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from engine import chain
 from engine.job import Job
 from engine.modes.context.cuts import own_tokens
 from engine.modes.expert import plan as expert
-from engine.modes.fsdp.plan import Passes, passes_twice, shard_of, sharded_programs
+from engine.modes.fsdp.plan import passes_twice, shard_of, sharded_programs, sharing
 from engine.modes.fsdp.replicas import is_shared
 from engine.modes.hybrid.cuts import Seat, held, seat_of, tokens_of, units_of
 from engine.modes.hybrid.stages import in_stages
@@ -67,15 +68,18 @@ def _at(mesh: Mesh, rank: int, axis: str) -> int:
 
 def _whole(job: Job, mesh: Mesh, seat: Seat) -> tuple[list[Program], list[int]]:
     """The programs of ranks with all layers, and which of them each coordinate on fsdp runs."""
-    layers = held(job, seat)
+    layers, tokens = held(job, seat), tokens_of(job, seat)
     units = units_of(job, layers, job.micro_batch, seat)
-    passes, gathered = passes_twice(job, mesh, units) if is_shared(mesh) else (_alone(units), 0)
-    return sharded_programs(job, mesh, layers, passes, gathered=gathered, tokens=tokens_of(job, seat))
+    if is_shared(mesh):
+        passes, gathered = passes_twice(job, mesh, units)
+        return sharded_programs(job, mesh, layers, passes, gathered=gathered, tokens=tokens)
+    steps = chain.microsteps(job, lambda k, synced: _alone(units))
+    steps = [replace(op, part=tokens) if op.kind == "load" else op for op in steps]
+    sums = [op for unit in units for op in unit.sums]
+    return sharing(job, mesh, dict(enumerate(layers)), lambda update: (*steps, *sums, *update), {"gathered": 0})
 
 
-def _alone(units: Sequence[chain.Unit]) -> Passes:
-    """Tensor ranks without replicas."""
-    ops: list[Op] = [op for unit in units for op in unit.forward]
-    ops += [op for unit in reversed(units) for op in unit.backward]
-    ops += [op for unit in units for op in unit.sums]
-    return lambda synced: ops
+def _alone(units: Sequence[chain.Unit]) -> list[Op]:
+    """The passes of tensor ranks without replicas."""
+    ops = [op for unit in units for op in unit.forward]
+    return ops + [op for unit in reversed(units) for op in unit.backward]

@@ -1,9 +1,11 @@
 """A job on one DeviceMesh of all its axes, under the PyTorch classes that belong to them."""
 
 import functools
+from contextlib import nullcontext
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
 from engine.job import Job
@@ -48,6 +50,8 @@ def training(job: Job, place: Place) -> Training:
     local = TensorTraining(job, place, chain, chain, batches, models.make_optimizer(job, chain.parameters()))
     if job.degree("ep") > 1:
         local.norm_groups, local.norm_names = {"ep": meshes.every.get_group("ep")}, {"ep": own}
+    if isinstance(chain, FSDPModule):
+        local.reducing = lambda reduces: nullcontext(chain.set_requires_gradient_sync(reduces))
     return local
 
 

@@ -38,9 +38,9 @@ def assemble(job: Job, forward: Way, backward: Way, after: Iterable[Op]) -> Plan
     One rank has nothing to sum: there no layer is cut.
     """
     layers, ranks, after = held(job), job.degree("tp"), list(after)
-    cut = units(job, layers, job.local_batch, forward, backward)
-    ops = [chain.load(job.sample_bytes, job.local_batch), *(op for unit in cut for op in unit.forward)]
-    ops += [op for unit in reversed(cut) for op in unit.backward]
+    cut = units(job, layers, job.micro_batch, forward, backward)
+    passes = [op for unit in cut for op in unit.forward] + [op for unit in reversed(cut) for op in unit.backward]
+    ops = chain.microsteps(job, lambda k, synced: passes)
     laid_out = parameters_in(job, styles(job)) + len(after)  # as DTensors: what is cut, and the norms of sequences
     clip = chain.clip(layers, job.spec, [("tp", laid_out)] if ranks > 1 else [])
     ops += [*(after if ranks > 1 else []), *clip, chain.optimizer(layers, job.spec)]
@@ -80,6 +80,8 @@ def forward(job: Job, layer: Layer) -> Cut:
 
 def backward(job: Job, layer: Layer) -> Cut:
     style = styles(job).get(layer.name)
+    if layer.name == "embed":
+        return [piece(layer, "sum", "token", "position", output=layer.output)]
     if layer.name == "head":
         logits, total = logits_of(job, layer, 0), collective("all_reduce", "head.logits", job.layers[-2].output_bytes)
         before = piece(layer, "norm", "norm", output=job.layers[-2].output, kernels=decoder(job).norm_kernels())
