@@ -34,7 +34,7 @@ COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "
 LINKS = (*COLLECTIVE_KINDS, "send")
 SIZES = (64, 16_384, 262_144, 4_194_304)
 FIRST = 3  # step of a training that counts: before it, things are made and found
-LIMIT = 120.0  # seconds after which a measurement is given up
+LIMIT = 600.0  # seconds after which a measurement is given up
 
 _SMALL = {"gpt": {"layers": 2, "hidden": 16, "heads": 2, "context": 16}, "mlp": {"layers": 2, "hidden": 16}}
 _MIDDLE = {"gpt": {"layers": 2, "hidden": 64, "heads": 4, "context": 64}, "mlp": {"layers": 2, "hidden": 256}}
@@ -70,7 +70,7 @@ class CalibrationError(RuntimeError):
 class Effort:
     """How long to look: `steps` of a training, `budget` seconds of a product or a collective, ranks to try."""
 
-    steps: int = 12
+    steps: int = 9
     budget: float = 0.04
     ranks: tuple[int, ...] = (2, 4)
     modes: tuple[str, ...] | None = None  # None: all
@@ -133,7 +133,7 @@ class Measuring:
             yield Part(f"links{ranks}", ranks, asked, len(kinds) * len(SIZES))
         yield Part("together", cores, {"what": "together", "budget": 4 * effort.budget}, 2)
         asked = {"what": "rates", "each_threads": each_threads, "budget": effort.budget}
-        yield Part("rates", 1, asked, len(each_threads) * 9 + 1)
+        yield Part("rates", 1, asked, len(each_threads) * 8 + 1)
         for threads in each_threads:
             yield self._trainings(f"alone{threads}", 1, ALONE, {"threads": threads})
         yield self._trainings("shared", 2, SHARED, {})

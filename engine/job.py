@@ -23,6 +23,7 @@ from engine.checks import (
     nearest,
     pipelines,
 )
+from engine.cost.machine import machine
 from engine.faults import parse_fault
 from engine.meshes import fill_degrees
 from engine.paced import check_paced
@@ -243,6 +244,7 @@ def _first_step(spec: Spec) -> int:
 def prepare_real(spec: Spec) -> Job:
     """`prepare`, and beyond it: can this machine run it at all? `device` becomes cpu or cuda."""
     job = prepare(spec)
+    machine(job.spec.machine)  # with which the run will be compared
     if spec.paced is None and (setting := planned_only(job.spec)):
         models = () if setting != "model" else (family(spec.model),)
         raise SpecError("planned_model", setting, getattr(job.spec, setting), suggest=models)

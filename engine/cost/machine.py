@@ -16,3 +16,8 @@ def machine(name: str) -> Machine:
     if name not in MACHINES:
         raise SpecError("unknown_name", "machine", name, suggest=closest(name, MACHINES))
     return of_calibration(calibration.find().calibration) if name == "local" else MACHINES[name]
+
+
+def shares_cores(name: str) -> bool:
+    """Whether a machine's ranks are processes that share its cores, whatever its calibration says."""
+    return name in MACHINES and MACHINES[name].cores > 0

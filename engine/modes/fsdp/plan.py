@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from engine import chain
-from engine.cost.machine import machine
+from engine.cost.machine import shares_cores
 from engine.job import Job
 from engine.modes.fsdp.norms import norm_sums
 from engine.modes.fsdp.replicas import replicas_of
@@ -63,7 +63,7 @@ def forward(job: Job, mesh: Mesh, units: Sequence[chain.Unit]) -> list[Op]:
 
 def overlaps(job: Job) -> bool:
     """Whether ranks have devices of their own, with streams for communication."""
-    return machine(job.spec.machine).cores == 0 and job.spec.overlap is not False
+    return not shares_cores(job.spec.machine) and job.spec.overlap is not False
 
 
 def gather(layer: Layer, job: Job, mesh: Mesh) -> list[Op]:
