@@ -23,6 +23,9 @@ STEP_COUNTER = {"sgd": 0, "adamw": FP32}
 OPTIMIZER_FLOPS = {"sgd": 4, "adamw": 12}
 
 
+ENDS = ("embed", "head")  # of which nothing is computed again but where every layer keeps no more than it must
+
+
 def kept(layer: Layer, spec: Spec | None) -> int:
     """Bytes that a layer keeps of one sample from its forward to its backward pass, as far as it is computed again."""
     if spec is None or spec.recompute in (None, "none"):
@@ -93,7 +96,7 @@ def gone(layer: Layer, spec: Spec) -> int:
 
 def recompute(layer: Layer, samples: int, spec: Spec, **where: int) -> Op:
     """The layer's forward once more, up to the last thing that backward needs; of products selectively none."""
-    last = 0 if spec.early_stop is False else layer.last_flops
+    last = 0 if spec.early_stop is False and layer.name not in ENDS else layer.last_flops
     flops = 0 if spec.recompute == "selective" else (layer.flops - last) * samples
     traffic = layer.param_bytes + samples * (layer.saved + layer.output_bytes)
     work = kernels.recomputed(layer.kernels, samples, selective=spec.recompute == "selective", whole=not last)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from engine.analysis.mfu import planned_flops, utilisation
 from engine.analysis.ran import simulated
@@ -76,6 +79,21 @@ class Prediction:
             return None
         times = {"dilation": self.dilation, "ratio": ratio(self.dilation)}
         return {"machine": self.job.spec.paced, **times, "pictured_step_time": self.step_time / self.dilation}
+
+    @property
+    def period(self) -> float:
+        """Seconds from one step to the next. Where ranks agree on something at its end (a norm to clip by), a step is
+        as long as all of it; where none waits for all others, each rank goes on when it is done, and the longest
+        decides (Qi et al. 2023, arXiv:2401.10241, section 4: their optimizer checks later, so that the ramp is hidden).
+        """
+        simulation = self.simulation
+        if self.job.spec.clip is not None:
+            return self.step_time
+        graph = simulation.graph
+        works = np.array([op.is_compute and op.kind != "load" for op in graph.templates], dtype=bool)[graph.which]
+        start = np.where(works, simulation.start, np.inf)  # a batch is loaded, and messages are awaited, meanwhile
+        bounds = itertools.pairwise(graph.first)
+        return max((float(simulation.end[a:b].max() - start[a:b].min()) for a, b in bounds if b > a), default=0.0)
 
     def summary(self) -> dict[str, Any]:
         """Seconds and bytes; lists have one entry a rank."""

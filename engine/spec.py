@@ -110,6 +110,11 @@ class Spec:
     master_weights: bool | None = _setting(
         None, "beside weights of two bytes, others in fp32, with their gradients and moments (planned models)"
     )
+    scatter_gather: bool | None = _setting(
+        None,
+        "beside tp, each rank sends its part of a message between stages, which is gathered there, as in Megatron-LM "
+        "(planned models)",
+    )
     shared_experts: int | None = _setting(None, "experts that every token goes to (planned models)", low=1, high=64)
     dense_layers: int | None = _setting(None, "first blocks without experts (planned models)", low=1, high=1024)
     dense_ffn: int | None = _setting(

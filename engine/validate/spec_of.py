@@ -21,6 +21,8 @@ from engine.validate.stacks import TODAY, stack_of
 
 GIGABIT = 1e9 / 8
 LINK_REACHED = 0.8  # of NVLink's rate, what NCCL counts on (graph/topo.h): 20 of 25 GB/s for a link
+# Their optimizer steps before it knows the norm of all gradients, and takes the step back where that is too large.
+HIDES_ITS_RAMP = ("zb_h2", "zb_2p", "zbv")
 SHARED = ("ddp", "zero1", "zero2", "fsdp")  # the mode in which replicas share what a stage of ZeRO says
 
 
@@ -39,13 +41,18 @@ def predicted(case: Case) -> Predicted:
 @functools.lru_cache(maxsize=4096)  # rows that differ only in what was measured
 def _predict(spec: Spec, machine: Machine) -> tuple[float, float]:
     prediction = predict(spec, on=machine)
-    return prediction.step_time, float(max(prediction.simulation.peak_memory))
+    return prediction.period, float(max(prediction.simulation.peak_memory))
 
 
 def spec_of(case: Case) -> tuple[Spec, tuple[str, ...]]:
     stack = stack_of(case.row)
     inferred = ["software as of today: attention never writes its scores"] if stack == TODAY else []
-    settings = _model(case) | _layout(case, inferred) | {"flash": stack.flash}
+    settings = _model(case) | _layout(case, inferred) | {"flash": stack.flash, "master_weights": True}
+    settings["overlap"] = None if stack.overlaps else False
+    settings["early_stop"] = False if stack.whole_blocks and case.recompute == "full" else None
+    settings["scatter_gather"] = True if stack.scatters and case.tp > 1 and case.pp > 1 else None
+    if case.schedule not in HIDES_ITS_RAMP:
+        settings["clip"] = 1.0  # the norm at which all of these clip gradients, by default
     try:
         return Spec(**settings), tuple(inferred)
     except SpecError as error:

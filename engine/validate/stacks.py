@@ -16,26 +16,31 @@ class Stack(NamedTuple):
     name: str
     flash: bool  # attention in one kernel, which never writes its scores (Dao et al. 2022, arXiv:2205.14135)
     overlaps: bool  # gradients are reduced, and layers gathered, while others compute
+    whole_blocks: bool  # full recomputation repeats a block to its end, as Megatron-LM's checkpoint does
+    scatters: bool  # tensor ranks send their own parts of a message between stages (Narayanan et al. 2021, section 4.1)
 
 
+# Megatron-LM before 2023 and its DeepSpeed fork: scores, softmax and weighted sum are kernels of their own, the softmax
+# fused with scale and mask (Narayanan et al. 2021, section 4.2). Gradients are all-reduced when the last micro-batch is
+# through (Korthikanti et al. 2022, section 6.3: "data-parallel all-reduce is not overlapped").
+EARLY = {"flash": False, "overlaps": False, "whole_blocks": True, "scatters": True}
+# Since then FlashAttention is the default, and communication overlaps.
+LATE = {"flash": True, "overlaps": True, "whole_blocks": True, "scatters": True}
+PYTORCH = LATE | {"whole_blocks": False, "scatters": False}
 # The first whose pattern is found in a row's source, set, schedule and notes.
 STACKS = (
-    # Megatron-LM before 2023 and its DeepSpeed fork: scores, softmax and weighted sum are kernels of their own, the
-    # softmax fused with scale and mask (Narayanan et al. 2021, section 4.2). Gradients are all-reduced when the last
-    # micro-batch is through (Korthikanti et al. 2022, section 6.3: "data-parallel all-reduce is not overlapped").
-    (r"DeepSpeed ZeRO-3", Stack("DeepSpeed ZeRO-3 of 2021", flash=False, overlaps=False)),
-    (r"bigscience|Megatron-DeepSpeed", Stack("Megatron-DeepSpeed of 2022", flash=False, overlaps=False)),
-    (r"SC21|2104\.04473|Korthikanti|2205\.05198|5281919420", Stack("Megatron-LM before 2023", False, False)),
-    (r"vTrain", Stack("Megatron-LM before 2023", flash=False, overlaps=False)),
-    (r"Zero Bubble", Stack("Megatron-LM of 2023", flash=False, overlaps=False)),
-    # FlashAttention is the default of each of these.
-    (r"llm-foundry", Stack("LLM Foundry", flash=True, overlaps=True)),
-    (r"torchtitan", Stack("TorchTitan", flash=True, overlaps=True)),
-    (r"dgxc-benchmarking", Stack("NeMo", flash=True, overlaps=True)),
-    (r"Megatron-Bridge", Stack("Megatron-Core", flash=True, overlaps=True)),
-    (r"MegaScale", Stack("Megatron-LM of 2023", flash=True, overlaps=False)),
+    (r"no_scatter_gather", Stack("Megatron-LM of 2021 without scattered messages", **(EARLY | {"scatters": False}))),
+    (r"DeepSpeed ZeRO-3", Stack("DeepSpeed ZeRO-3 of 2021", **EARLY)),
+    (r"bigscience|Megatron-DeepSpeed", Stack("Megatron-DeepSpeed of 2022", **EARLY)),
+    (r"SC21|2104\.04473|Korthikanti|2205\.05198|5281919420|vTrain", Stack("Megatron-LM before 2023", **EARLY)),
+    (r"Zero Bubble", Stack("Megatron-LM of 2023", **EARLY)),
+    (r"MegaScale", Stack("Megatron-LM of 2023", **(LATE | {"overlaps": False}))),
+    (r"llm-foundry", Stack("LLM Foundry", **PYTORCH)),
+    (r"torchtitan", Stack("TorchTitan", **PYTORCH)),
+    (r"dgxc-benchmarking", Stack("NeMo", **LATE)),
+    (r"Megatron-Bridge|Megatron-LM", Stack("Megatron-Core", **LATE)),
 )
-TODAY = Stack("not known", flash=True, overlaps=True)
+TODAY = Stack("not known", **LATE)
 
 
 def stack_of(row: Row) -> Stack:

@@ -52,6 +52,7 @@ MORE = (
     ("flash",),
     ("early_stop",),
     ("overlap",),
+    ("scatter_gather",),
     ("master_weights",),
     ("shared_experts", "dense_layers"),
     ("dense_ffn",),

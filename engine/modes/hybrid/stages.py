@@ -36,7 +36,8 @@ def in_stages(
     placement, pipelines = schedules.placement(*shape), schedules.pipelines(*shape)
     rank_of = schedules.ranks_of(placement)
     ends = [output_of(job, layers[stage[-1]]) for stage in job.stage_layers]
-    sizes = {stage: layer.output_bytes * samples for stage, layer in enumerate(ends)}
+    made = {stage: layer.output_bytes * samples for stage, layer in enumerate(ends)}
+    sizes = {stage: size // _scattered(job) for stage, size in made.items()}
     rows = rows_of(spec.schedule, job.degree("pp"), spec.microbatches, spec.stages_per_rank)
     for rank in ranks:
         stages = placement[rank]
@@ -45,11 +46,11 @@ def in_stages(
         passes: Passes = {}
         halves = any(action.kind in ("backward_input", "backward_weight") for action in rows[rank])
         for stage in stages:
-            passes |= _passes(job, mesh, layers, stage, sizes[stage], seat, halves=halves)
+            passes |= _passes(job, mesh, layers, stage, made[stage], seat, halves=halves)
         row = _gathering_first(rows[rank], passes) if spec.schedule in ONE_STAGE else rows[rank]
         if job.routed is not None and job.degree("ep") > 1:
             for stage, turn in product(stages, range(spec.microbatches)):
-                of_turn = _passes(job, mesh, layers, stage, sizes[stage], seat, turn, halves=halves)
+                of_turn = _passes(job, mesh, layers, stage, made[stage], seat, turn, halves=halves)
                 passes |= {(_turned(kind, turn), stage): ops for (kind, stage), ops in of_turn.items()}
             row = [action._replace(kind=_turned(action.kind, action.microbatch)) for action in row]
         before = [replace(op, part=tokens_of(job, seat)) for op in load(job, stages, pipelines)]
@@ -61,6 +62,23 @@ def in_stages(
         memory = _memory(job, mesh, kept) | beside(job, stages, pipelines, ends)
         several = tuple(stage_of[i] for i in kept) if len(stages) > 1 else ()
         yield rank, sharing(job, mesh, kept, ops, memory, several)
+
+
+def _scattered(job: Job) -> int:
+    """Parts of a message between stages of which each tensor rank sends its own, and which are gathered behind it over
+    the links of a node, so that no byte goes over the network twice (Narayanan et al. 2021, section 4.1)."""
+    return job.degree("tp") if job.spec.scatter_gather and not job.spec.sequence_parallel else 1
+
+
+def _gathering_messages(job: Job, cut: list[chain.Unit], stage: int, size: int) -> list[chain.Unit]:
+    """A stage's first layer with the gather of what came before it, its last with that of the gradient."""
+    op = Op(kind="all_gather", stage=stage, axis="tp", part="message", bytes=size // job.degree("tp"))
+    cut = list(cut)
+    if stage > 0:
+        cut[0] = replace(cut[0], forward=(replace(op, payload="activation"), *cut[0].forward))
+    if stage < len(job.stages) - 1:
+        cut[-1] = replace(cut[-1], backward=(replace(op, payload="gradient"), *cut[-1].backward))
+    return cut
 
 
 def _turned(kind: str, turn: int | None) -> str:
@@ -84,6 +102,8 @@ def _passes(
     layers = [whole[i] for i in job.stage_layers[stage]]
     is_sent = stage < len(job.stages) - 1
     cut = units_of(job, layers, samples_of(job), seat, stage=stage, turn=turn, sent=is_sent)
+    if _scattered(job) > 1:
+        cut = _gathering_messages(job, cut, stage, sent)
     if is_sent:  # its output is kept by who gets it (`beside`)
         cut[-1] = replace(cut[-1], forward=_without(cut[-1].forward, sent))
     backward = [op for unit in reversed(cut) for op in unit.backward]

@@ -1,0 +1,161 @@
+"""Published rows as Specs and machines, and the whole command on a few that are carried here with their sources."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.cost.catalogue import MACHINES
+from engine.predict import predict
+from engine.spec import Spec
+from engine.validate.compared import compare
+from engine.validate.report import validate
+from engine.validate.rows import Unusable, parse, read
+from engine.validate.spec_of import machine_of, predicted, spec_of
+from engine.validate.statistics import errors
+from tests.engine.test_validate_reading import case, entry
+
+SMALL = Path(__file__).parents[1] / "published_small.json"
+
+
+def settings(**changes) -> dict:
+    spec, _ = spec_of(case(**changes))
+    return spec.to_dict()
+
+
+def test_a_pipeline_is_a_hybrid_with_its_schedule():
+    found = settings()
+    wanted = {"mode": "hybrid", "tp": 2, "pp": 2, "dp": 4, "fsdp": 1, "microbatches": 8, "schedule": "1f1b"}
+    assert {name: found[name] for name in wanted} == wanted
+    assert found["split"] == [13, 13]  # 24 blocks, the embedding and the head
+    wanted = {"global_batch": 64, "recompute": "full", "precision": "fp16", "kv_heads": 16}
+    assert {name: found[name] for name in wanted} == wanted
+
+
+def test_stages_share_out_blocks_as_the_row_says():
+    """22 blocks over 8 stages: the embedding and the head each take the place of one. 23: the last has what is left."""
+    eight = {"parallel": {"gpus": 8, "tp": 1, "pp": 8, "dp": 1}, "batch": {"micro": 1, "global": 8}}
+    assert settings(model={"layers": 22}, **eight)["split"] == [3] * 8
+    assert settings(model={"layers": 23}, **eight)["split"] == [4, 3, 3, 3, 3, 3, 3, 3]
+    _, inferred = spec_of(case(model={"layers": 22}, **eight))
+    assert any("place of a block" in text for text in inferred)
+
+
+@pytest.mark.parametrize(
+    ("zero", "mode"), [(0, "ddp"), (1, "zero1"), ("ZeRO-2", "zero2"), (3, "fsdp"), ("Megatron-FSDP group 2", "hsdp")]
+)
+def test_replicas_share_what_the_row_says(zero, mode):
+    found = settings(parallel={"gpus": 8, "tp": 1, "pp": 1, "dp": 8, "zero": zero})
+    assert (found["mode"], found["accumulate"]) == (mode, 4)  # 64 / (8 replicas x 2)
+    assert (found["fsdp"], found["dp"]) == ((2, 4) if mode == "hsdp" else (None, None))
+
+
+def test_a_vocabulary_is_padded_for_tensor_ranks():
+    assert settings(model={"vocab": 50_257})["vocabulary"] == 50_432  # 197 x 256
+
+
+def test_a_machine_has_the_links_and_the_memory_of_its_row():
+    found = machine_of(
+        case(
+            hardware={
+                "gpu": "H100-SXM 96GB HBM2e 2.4TB/s, 500W cap",
+                "inter": "400Gb/s RDMA per GPU",
+                "gpus_per_node": 4,
+                "intra": "NVLink3 (4 links per pair)",
+            }
+        )
+    )
+    known = MACHINES["h100"]
+    assert found.node_size == 4 and found.memory_size == 96e9 and found.flop_rate == known.flop_rate
+    assert found.link_rate == pytest.approx(4 * 20e9)
+    assert found.tiers[-1][1].rate == pytest.approx(known.tiers[-1][1].rate)  # its catalogue has 400 Gb/s too
+    assert found.memory_rate / known.memory_rate == pytest.approx(2.4 / 3.35)
+
+
+def test_what_cannot_be_planned_says_the_rule():
+    with pytest.raises(Unusable, match="Lockstep"):
+        one_head = {"heads": 1, "kv_heads": 1}  # and two tensor ranks
+        predicted(case(model=one_head, parallel={"gpus": 8, "tp": 2, "pp": 2, "dp": 2}))
+    with pytest.raises(Unusable, match="not in the machine catalogue"):
+        predicted(case(hardware={"gpu": "H800-80G"}))
+
+
+def test_ranks_that_wait_for_nobody_hide_their_ramp():
+    """4 stages, 16 micro-batches, each pass and half of one 1 s: 16 x 3 s of work, and 3 s until the last rank has any.
+    Clipping by the norm of all gradients lets all ranks wait for the last."""
+    known = {"mode": "pipeline", "model": "mlp", "layers": 7, "devices": 4, "microbatches": 16, "machine": "unit"}
+    ramp = [predict(Spec(**known, schedule="zb_h2", clip=clip)) for clip in (None, 1.0)]
+    assert [each.step_time for each in ramp] == [51, 51] and [each.period for each in ramp] == [48, 51]
+    assert predict(Spec(**known, schedule="1f1b")).period == 16 * 3 + 9  # rank 0 is there from first to last
+
+
+@pytest.fixture(scope="module")
+def small():
+    return validate(read(SMALL), predicted, rows=True)
+
+
+def test_every_row_is_used_or_refused_with_a_reason(small):
+    used = [row["id"] for row in [*small["rows"], *small["calls"]]]
+    refused = [row["id"] for row in small["rows_not_used"]]
+    assert sorted(used + refused) == sorted(row.id for row in read(SMALL).rows)
+    assert all(row["why"] for row in small["rows_not_used"])
+    assert {"mlm_h100_70B", "kor_mem_22B", "maxtext_Llama_2_70B_TPU_v6e_256"} <= set(refused)
+    json.dumps(small, allow_nan=False)
+
+
+def test_the_floor_is_the_one_constant_model_of_the_definition(small):
+    """Two Llama-sized rows of one device: loads and times by hand give the median rate, and so the floor's errors."""
+    (found,) = [each for each in small["sets"] if each["set"] == "dgxc_nemo_megatron"]
+    times = [8.309, 8.408]
+    load = 1 + 7 / (6 * 64)  # of each: the same FLOPs a device, and the same idle time
+    rate = (load / times[0] + load / times[1]) / 2
+    by_hand = errors([load / rate] * 2, times)["mape"]
+    assert found["time"]["floor_mape"] == pytest.approx(by_hand)
+
+
+MOST = 0.20  # mean error over the carried rows of dense models that were not fitted
+
+
+def test_predictions_are_near_what_was_measured(small):
+    assert small["overall"]["rows"] >= 10
+    assert small["overall"]["mape"] <= MOST
+
+
+def test_a_machine_of_half_the_rate_would_be_seen(monkeypatch):
+    """Negative control: the bound above is one that a wrong device breaks."""
+    from engine.validate import spec_of as module
+
+    slower = {name: known if known.unit else _slower(known) for name, known in MACHINES.items()}
+    monkeypatch.setattr(module, "MACHINES", slower)
+    rows = [row for row in read(SMALL).rows if row.group in ("korthikanti_t5", "vtrain_multi")]
+    used, _, _ = compare(rows, predicted)
+    assert errors([each.predicted.seconds for each in used], [each.time.value for each in used])["mape"] > MOST
+
+
+def _slower(machine):
+    from dataclasses import replace
+
+    return replace(machine, flop_rate=machine.flop_rate / 2)
+
+
+def run(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "engine", "validate", *words], capture_output=True, text=True)
+
+
+def test_the_command_prints_a_table_and_an_error_is_one_line(tmp_path):
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps({"entries": [entry(), entry(id="b", batch={"micro": None})]}))
+    shown = run(str(path), "--rows")
+    assert shown.returncode == 0 and "not published: size of a micro-batch" in shown.stdout
+    path.write_text("{")
+    wrong = run(str(path))
+    assert wrong.returncode == 2 and len(wrong.stderr.splitlines()) == 1 and "Traceback" not in wrong.stderr
+
+
+def test_a_file_of_other_things_has_no_rows():
+    found = parse({"entries": [{"id": "a"}, {"metrics": []}]}, "here")
+    assert len(found.rows) == 1 and len(found.broken) == 1
+    report = validate(found, predicted)
+    assert report["used"] == 0 and report["overall"] is None and report["targets"] == []
