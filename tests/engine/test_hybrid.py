@@ -87,6 +87,12 @@ def test_a_pipeline_gathers_and_reduces_a_layer_once_and_sums_every_microbatch(s
     assert sent == 2 * cuts * 4
 
 
+def test_a_stage_keeps_its_layers_whole_and_gradients_of_their_size_unless_its_shards_are_whole():
+    replicas, shards = (modes.plan(job_of({"pp": 2, axis: 2}, schedule="1f1b")) for axis in ("dp", "fsdp"))
+    assert [p.memory["gathered"] for p in replicas.programs] == [p.memory["parameters"] for p in replicas.programs]
+    assert [p.memory["gathered"] for p in shards.programs] == [4 * p.memory["parameters"] for p in shards.programs]
+
+
 def test_without_a_pipeline_a_layer_is_gathered_for_each_way():
     (program,) = modes.plan(job_of({"fsdp": 2, "tp": 2})).programs
     assert counted(program) == {

@@ -158,6 +158,8 @@ def _gathering_first(actions: Sequence[Action], passes: Passes) -> list[Action]:
 
 
 def _memory(job: Job, mesh: Mesh, kept: dict) -> dict[str, int]:
-    """Layers that are whole until the step ends, and gradients of their size, where there is a mesh to share them."""
-    size = sum(gathered_bytes(layer, mesh.degree("fsdp")) for layer in kept.values())
-    return {"gathered": 2 * size if is_shared(mesh) else 0}
+    """Layers that are whole until the step ends, and gradients of their size, where there is a mesh to share them. In a
+    group of one these are the shards' own."""
+    ranks = mesh.degree("fsdp")
+    size = sum(gathered_bytes(layer, ranks) for layer in kept.values())
+    return {"gathered": size * (2 if ranks > 1 else 1) if is_shared(mesh) else 0}
