@@ -7,7 +7,7 @@ import math
 from engine.plan import AXES
 from engine.presets import family
 from engine.rules import SpecError
-from engine.settings import AXIS_REASONS, MODE_SETTINGS, OPTIONS
+from engine.settings import AXIS_REASONS, MODE_SETTINGS, OPTIONS, REASONS
 from engine.spec import MAX_DEVICES, Spec
 
 FIRST_TO_GROW = ("fsdp", "dp", "tp", "pp")  # which axis is proposed for devices that no degree speaks for
@@ -42,6 +42,9 @@ def fill_degrees(spec: Spec) -> Spec:
 
 def check_options(spec: Spec) -> None:
     """What one axis of a mesh cannot, the mesh cannot."""
+    if spec.model == "moe" and spec.recompute == "full":
+        values = {"mode": spec.mode, "reason": REASONS["recompute"]["expert"]}
+        raise SpecError("option_of_mode", "recompute", spec.recompute, **values)
     for (axis, name), reason in AXIS_REASONS.items():
         here = family(spec.model) == axis or getattr(spec, axis, 1) > 1
         if here and getattr(spec, name) not in (None, OPTIONS[name][0]):

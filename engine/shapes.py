@@ -183,7 +183,8 @@ def _routed(dense: _Block, sizes: Decoder, spec: Spec) -> _Block:
         *expert_kernels(sizes, spec.experts, c * k / spec.experts), *sizes.sum_kernels(),
         *(sizes.mlp_kernels(ffn=shared) if shared else ()),
     )  # fmt: skip
-    return tuple(params), flops, saved, *dense[3:5], kernels
+    # No product is at its end: what experts put out is weighted, which backward needs it for.
+    return tuple(params), flops, saved, dense[3], 0, kernels
 
 
 def expert_kernels(sizes: Decoder, experts: int, tokens: float) -> Kernels:

@@ -215,6 +215,19 @@ def test_torch_computes_again_the_products_that_are_planned(model, recompute):
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+def test_a_block_of_experts_is_computed_again_whole():
+    """Its last product is weighted by the router, and backward needs it; of a dense block the last one is left out."""
+    for model, sizes in (("gpt", {}), ("moe", {"experts": 4})):
+        ops = plan_of("single", "full", model=model, **sizes).program(0).ops
+        forward, again = (
+            next(o.flops for o in ops if (o.kind, o.part) == (k, "block1")) for k in ("forward", "recompute")
+        )
+        assert forward - again == (16 * 2 * 16 * 4 * 32 * 32 if model == "gpt" else 0)
+    with pytest.raises(SpecError) as error:
+        prepare(Spec(mode="hybrid", devices=2, dp=2, recompute="full", **TEXT | {"model": "moe"}))
+    assert (error.value.code, error.value.setting) == ("option_of_mode", "recompute")
+
+
 @pytest.mark.real
 @pytest.mark.parametrize(
     ("mode", "settings"),
@@ -224,6 +237,8 @@ def test_torch_computes_again_the_products_that_are_planned(model, recompute):
         ("fsdp", TEXT | {"recompute": "full"}),
         ("hsdp", TEXT | {"recompute": "selective"}),
         ("layer_split", TEXT | {"recompute": "full"}),
+        ("fsdp", TEXT | {"recompute": "full", "model": "moe", "experts": 4}),
+        ("pipeline", TEXT | {"recompute": "full", "model": "moe", "experts": 4, "microbatches": 4}),
     ],
 )
 def test_real_runs_recompute_what_was_planned_and_come_to_the_same(mode, settings, launcher, runs_dir):
