@@ -103,6 +103,7 @@ class Prediction:
             "mode": self.job.spec.mode,
             "devices": self.job.spec.devices,
             "machine": self.job.spec.machine,
+            "num_params": self.job.num_params,
             **self.job.batches,
             "scale_model": self.scale_model,
             "step_time": self.step_time,

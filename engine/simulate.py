@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
 from engine.columns import Ops
 from engine.cost.collectives import busy_cores, communication_seconds, rounds_and_bytes
 from engine.cost.compute import compute_seconds
+from engine.cost.contention import CHANNELS, slowed
 from engine.cost.local import local_leads, local_seconds
 from engine.cost.machine import Machine
 from engine.cost.memory import by_category
@@ -137,12 +139,26 @@ def durations(graph: Graph, machine: Machine, slow: Slow = NOTHING) -> np.ndarra
                 seconds[i] = known[same]
             seconds[i] *= slow.moving(group)
     of_node = np.array(seconds, dtype=np.float64)[graph.which]
+    if machine.sms:
+        _crowd(graph, of_node, CHANNELS / machine.sms)
     uneven = np.array([op.kind == "all_to_all" for op in graph.templates], dtype=bool)[graph.which]
     if uneven.any():  # members may give more than others: it takes as long as the most takes
         calls, longest = graph.meets[uneven], of_node.copy()
         np.maximum.at(longest, calls, of_node[uneven])
         of_node[uneven] = longest[calls]
     return of_node
+
+
+def _crowd(graph: Graph, seconds: np.ndarray, share: float) -> None:
+    """Compute beside a collective in the background gets that much less of a device."""
+    background = np.array([op.asynchronous and op.kind in COLLECTIVES for op in graph.templates])[graph.which]
+    computes = np.array([op.is_compute for op in graph.templates])[graph.which]
+    for first, end in pairwise(graph.first):
+        own = np.flatnonzero(background[first:end])
+        if len(own):
+            after = slice(first + own[0], end)
+            columns = (column[after].tolist() for column in (seconds, background, computes))
+            seconds[after] = slowed(*columns, share)
 
 
 def peaks_of(ops: Ops, standing: int) -> tuple[int, int]:

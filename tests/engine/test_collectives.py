@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 
 from engine.cost.collectives import collective_seconds, communication_seconds, direct, hierarchical, ring, tree
+from engine.cost.contention import CHANNELS, slowed
 from engine.cost.machine import EVERYBODY, Link, Machine, machine
 from engine.plan import Op
+from engine.predict import predict
+from engine.spec import Spec
 
 MB = 10**6
 FLAT = Machine(
@@ -86,3 +89,19 @@ def test_all_reduces_of_published_machines_are_as_fast_as_measured():
 
 def test_one_rank_has_nobody_to_talk_to():
     assert collective_seconds(op(), 1, NODES) == 0
+
+
+def test_compute_beside_communication_gets_the_rest_of_a_device():
+    """A fifth of it is taken: 4 s of compute take 5 s beside 10 s of communication, and beside the 1 s that is left of
+    it 4 s take 4.2 s: in that second 0.8 s of them are done. What waits for nobody is as fast as it was."""
+    seconds, background = [3.0, 10.0, 4.0, 4.0, 4.0, 4.0], [False, True, *[False] * 4]
+    assert slowed(seconds, background, [True, False, *[True] * 4], 0.2) == pytest.approx([3, 10, 5, 5, 4, 4])
+    assert slowed([6.0, 4.0, 4.0], [True, False, False], [False, True, True], 0.2) == pytest.approx([6, 5, 4.2])
+
+
+def test_gathers_in_the_background_slow_down_compute_on_a_gpu():
+    spec = Spec(mode="fsdp", devices=8, model="llama3_8b", layers=4, context=1024, global_batch=8, machine="h100")
+    apart, beside = (predict(spec.with_(overlap=overlap)) for overlap in (False, None))
+    busy = [sum(s.end - s.start for s in p.timeline.spans() if s.lane == "compute") for p in (apart, beside)]
+    assert busy[0] < busy[1] < busy[0] / (1 - CHANNELS / 132)
+    assert beside.step_time < apart.step_time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
+from engine.settings import planned_only
 from viz.figures.words import show_bytes, show_seconds
 from viz.locales import Catalogue
 from viz.pages.prediction import Shown
@@ -20,7 +21,7 @@ def percent(share: float | None) -> str:
 
 
 def show_numbers(shown: Shown, text: Catalogue) -> None:
-    """One predicted step, in five numbers; a sixth where the machine's peak is known."""
+    """One predicted step, in five numbers; the parameters of a published model, and MFU where the peak is known."""
     summary = shown.summary
     machine = text.name("machine", summary["machine"])
     batch = {name: summary[name] for name in ("global_batch", "replicas", "local_batch")}
@@ -32,6 +33,8 @@ def show_numbers(shown: Shown, text: Catalogue) -> None:
         "bytes": (show_bytes(sum(summary["bytes_sent"])), {"devices": summary["devices"]}),
         "memory": (show_bytes(max(summary["peak_memory"])), {}),
     }
+    if planned_only(shown.prediction.job.spec):
+        cells["params"] = (f"{summary['num_params'] / 1e9:.4g} B", {"number": f"{summary['num_params']:,}"})
     if (found := summary["mfu"])["full"] is not None:
         values = {name: percent(found[name]) for name in ("causal", "hfu")}
         rate = f"{found['peak_flop_rate'] / 1e12:.4g} TFLOP/s"
