@@ -53,6 +53,7 @@ class Case:
     device: str
     memory_size: float | None
     memory_rate: float | None
+    power: float | None  # watts
     per_node: int
     link_rate: float | None
     network_rate: float | None
@@ -276,6 +277,7 @@ def _texts(row: Row, layout: dict[str, Any], inferred: list[str]) -> dict[str, A
         "device": device,
         "memory_size": words.memory_size(name),
         "memory_rate": words.memory_rate(name),
+        "power": words.power_cap(name) or whole(row.hardware, "power_w"),
         "per_node": per_node,
         "link_rate": words.link_rate(row.hardware.get("intra")),
         "network_rate": network,

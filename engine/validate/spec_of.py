@@ -21,6 +21,16 @@ from engine.validate.stacks import TODAY, stack_of
 
 GIGABIT = 1e9 / 8
 LINK_REACHED = 0.8  # of NVLink's rate, what NCCL counts on (graph/topo.h): 20 of 25 GB/s for a link
+# Watts of data sheets. Below its limit a device's clock goes with the cube root of its power: that goes with the clock
+# and the square of the voltage, which rises with the clock (Chandrakasan et al. 1992, doi 10.1109/4.126534).
+POWER = {"v100": 300, "a100": 400, "a100_40": 400, "h100": 700, "h200": 700, "b200": 1000, "gb200": 1200}
+# Of a device's peak in 16 bits, what the first FlashAttention reaches: 40 % forward and 30 % backward on an A100, the
+# middles of 30 to 50 and 25 to 35 % (Dao 2023, arXiv:2307.08691, section 1). With the cost model's ratio of the two the
+# same time is 36 % forward. A later device runs it with an A100's instructions, which reach 62 % of its peak (Luo et
+# al. 2024, arXiv:2402.13499, section V).
+FIRST_FLASH = 0.36
+OLD_INSTRUCTIONS = {"a100": 1.0, "a100_40": 1.0, "v100": 1.0}
+ON_LATER_DEVICES = 0.62
 # Their optimizer steps before it knows the norm of all gradients, and takes the step back where that is too large.
 HIDES_ITS_RAMP = ("zb_h2", "zb_2p", "zbv")
 SHARED = ("ddp", "zero1", "zero2", "fsdp")  # the mode in which replicas share what a stage of ZeRO says
@@ -141,6 +151,8 @@ def machine_of(case: Case) -> Machine:
         network_rate=case.network_rate,
         memory_size=case.memory_size,
         memory_rate=case.memory_rate,
+        power=case.power,
+        first_flash=stack_of(case.row).first_flash,
     )
 
 
@@ -152,8 +164,11 @@ def machine_with(
     network_rate: float | None = None,
     memory_size: float | None = None,
     memory_rate: float | None = None,
+    power: float | None = None,
+    first_flash: bool = False,
 ) -> Machine:
-    """Rates in bytes a second, of data sheets; what is None stays as the catalogue has it."""
+    """Rates in bytes a second, of data sheets, and watts; what is None stays as the catalogue has it. `first_flash`:
+    attention as the first FlashAttention does it."""
     if device not in MACHINES:
         raise Unusable("the device is not in the machine catalogue", device)
     known = MACHINES[device]
@@ -165,4 +180,9 @@ def machine_with(
         changes["memory_size"] = int(memory_size)
     if memory_rate:
         changes["memory_rate"] = MEMORY_REACHED * memory_rate
+    if power and device in POWER:
+        changes["flop_rate"] = known.flop_rate * min(1.0, power / POWER[device]) ** (1 / 3)
+    if first_flash:
+        peak = known.peak_flop_rate * known.fp16_gain
+        changes["flash_rate"] = peak * FIRST_FLASH * OLD_INSTRUCTIONS.get(device, ON_LATER_DEVICES)
     return replace(known, **changes)

@@ -17,15 +17,16 @@ class Stack(NamedTuple):
     flash: bool  # attention in one kernel, which never writes its scores (Dao et al. 2022, arXiv:2205.14135)
     overlaps: bool  # gradients are reduced, and layers gathered, while others compute
     whole_blocks: bool  # full recomputation repeats a block to its end, as Megatron-LM's checkpoint does
+    first_flash: bool  # attention in one kernel as in 2022, before FlashAttention 2
     scatters: bool  # tensor ranks send their own parts of a message between stages (Narayanan et al. 2021, section 4.1)
 
 
 # Megatron-LM before 2023 and its DeepSpeed fork: scores, softmax and weighted sum are kernels of their own, the softmax
 # fused with scale and mask (Narayanan et al. 2021, section 4.2). Gradients are all-reduced when the last micro-batch is
 # through (Korthikanti et al. 2022, section 6.3: "data-parallel all-reduce is not overlapped").
-EARLY = {"flash": False, "overlaps": False, "whole_blocks": True, "scatters": True}
+EARLY = {"flash": False, "first_flash": False, "overlaps": False, "whole_blocks": True, "scatters": True}
 # Since then FlashAttention is the default, and communication overlaps.
-LATE = {"flash": True, "overlaps": True, "whole_blocks": True, "scatters": True}
+LATE = {"flash": True, "first_flash": False, "overlaps": True, "whole_blocks": True, "scatters": True}
 PYTORCH = LATE | {"whole_blocks": False, "scatters": False}
 # The first whose pattern is found in a row's source, set, schedule and notes.
 STACKS = (
@@ -35,7 +36,8 @@ STACKS = (
     (r"SC21|2104\.04473|Korthikanti|2205\.05198|5281919420|vTrain", Stack("Megatron-LM before 2023", **EARLY)),
     (r"Zero Bubble", Stack("Megatron-LM of 2023", **EARLY)),
     (r"MegaScale", Stack("Megatron-LM of 2023", **(LATE | {"overlaps": False}))),
-    (r"llm-foundry", Stack("LLM Foundry", **PYTORCH)),
+    # Its table is of spring 2023, with attention as a Triton kernel after the first FlashAttention (attn_impl: triton).
+    (r"llm-foundry", Stack("LLM Foundry of 2023", **(PYTORCH | {"first_flash": True}))),
     (r"torchtitan", Stack("TorchTitan", **PYTORCH)),
     (r"dgxc-benchmarking", Stack("NeMo", **LATE)),
     (r"Megatron-Bridge|Megatron-LM", Stack("Megatron-Core", **LATE)),

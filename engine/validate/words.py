@@ -69,6 +69,12 @@ def memory_size(text: str) -> float | None:
     return float(found[1]) * 1e9 if found and float(found[1]) > 8 else None
 
 
+def power_cap(text: str) -> float | None:
+    """Watts that a device is held to, where its name says so: 'H100-SXM 96GB HBM2e 2.4TB/s, 500W cap'."""
+    found = re.search(r"(\d+)\s*W cap", text)
+    return float(found[1]) if found else None
+
+
 def network_rate(text: str | None, per_node: int) -> float | None:
     """Bytes a second that each device of a node can send to other nodes; None where it is not said.
 

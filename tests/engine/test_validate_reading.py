@@ -171,6 +171,7 @@ def test_devices_and_their_memory(text):
 def test_memory_rates_are_read_where_a_name_has_them():
     assert words.memory_rate("H100-SXM 96GB HBM2e 2.4TB/s, 500W cap") == 2.4e12
     assert words.memory_rate("H100-SXM5-80GB") is None
+    assert words.power_cap("H100-SXM 96GB HBM2e 2.4TB/s, 500W cap") == 500 and words.power_cap("H100") is None
 
 
 def test_words_for_what_replicas_share():
