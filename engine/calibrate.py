@@ -7,6 +7,7 @@ byte, and the time before it, in which its rank neither waits nor computes, its 
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections import defaultdict
@@ -34,6 +35,7 @@ COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "
 LINKS = (*COLLECTIVE_KINDS, "send")
 SIZES = (64, 16_384, 262_144, 4_194_304)
 FIRST = 3  # step of a training that counts: before it, things are made and found
+COPIES = 8  # of an op's bytes, that its lead may take at most: a lead that grows with them is in and out of buffers
 LIMIT = 600.0  # seconds after which a measurement is given up
 
 _SMALL = {"gpt": {"layers": 2, "hidden": 16, "heads": 2, "context": 16}, "mlp": {"layers": 2, "hidden": 16}}
@@ -48,6 +50,7 @@ SHARED = (
     ("zero1", "gpt", {}),
     ("zero2", "gpt", {}),
     ("fsdp", "gpt", {}),
+    ("hsdp", "gpt", {"dp": 2, "fsdp": 1}),
     ("local_sgd", "gpt", {"sync_every": 2}),
     ("layer_split", "gpt", {}),
     ("pipeline", "gpt", {"microbatches": 2}),
@@ -316,7 +319,7 @@ def costs(who: str, samples: Sequence[Sample], alone: Local, speed: float) -> di
                 beside -= alone.stage(_Op(one), one.threads, one.layers)
             own.append((one.bytes, beside))
         fixed, per_byte = line(own)
-        lead, lead_per_byte = line([(one.bytes, one.lead * speed) for one in each])
+        lead, lead_per_byte = line([(one.bytes, one.lead * speed) for one in each], COPIES / alone.memory_rate)
         made[f"{who}/{kind}/{part}"] = Cost(lead, fixed, per_byte, lead_per_byte)
     return made
 
@@ -328,7 +331,7 @@ class _Op:
         self.kind, self.part, self.bytes = sample.kind, sample.part, sample.bytes
 
 
-def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def line(points: Sequence[tuple[float, float]], steepest: float = math.inf) -> tuple[float, float]:
     """(a, b) >= 0 of a + b size, with the least squares of relative errors; a few us count as nothing."""
     if not points:
         return 0.0, 0.0
@@ -338,9 +341,10 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     y = sum(w * p[1] for w, p in zip(weights, points, strict=True)) / total
     spread = sum(w * (p[0] - x) ** 2 for w, p in zip(weights, points, strict=True))
     slope = sum(w * (p[0] - x) * (p[1] - y) for w, p in zip(weights, points, strict=True)) / spread if spread else 0.0
+    slope = min(slope, steepest)
     if slope <= 0:
         return max(y, 0.0), 0.0
     if y - slope * x >= 0:
         return y - slope * x, slope
     through = sum(w * p[0] * p[1] for w, p in zip(weights, points, strict=True))
-    return 0.0, max(0.0, through / sum(w * p[0] ** 2 for w, p in zip(weights, points, strict=True)))
+    return 0.0, min(steepest, max(0.0, through / sum(w * p[0] ** 2 for w, p in zip(weights, points, strict=True))))

@@ -19,8 +19,8 @@ from engine.plan import COLLECTIVES, COMPUTE, Op, Plan, Program
 if TYPE_CHECKING:
     from engine.matching import Graph
 
-# What runs the ops of a mode, where it is not measured under the mode's own name.
-RUN_BY = {"hsdp": "fsdp"}
+# What runs the ops of a mode, where that is not the mode's own name alone.
+RUN_BY = {"hsdp": ("hsdp", "fsdp")}
 ANY = "*"  # in place of a part
 PLAIN = "single"
 SIMILAR = {"recv": "send", "scatter": "broadcast", "gather": "all_gather", "reduce": "all_reduce"}
@@ -40,11 +40,16 @@ def matmul_flops(op: Op) -> int:
 
 @dataclass(frozen=True)
 class Local:
-    """`who`: what runs the ops, a mode or the one in RUN_BY; with others where a mesh has several (`fsdp+tensor`)."""
+    """`who`: what runs the ops: modes, of which the first that was measured with an op of its class counts."""
 
     calibration: Calibration
     who: tuple[str, ...] = (PLAIN,)
     precision: str = "fp32"
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes a second, read and written."""
+        return self.calibration.rates["memory"]
 
     def compute(self, op: Op, threads: int, layers: Sequence[str] = ()) -> float:
         """Seconds, on so many threads. `layers`: those of which an op of a whole stage is made."""
@@ -132,7 +137,7 @@ def _of(cost: Cost, size: float) -> float:
 def run_by(mode: str, degrees: dict[str, int]) -> tuple[str, ...]:
     """What runs a mode's ops. Of a mesh of several axes, what runs each, from the inside of a layer outwards."""
     if mode != "hybrid":
-        return (RUN_BY.get(mode, mode),)
+        return RUN_BY.get(mode, (mode,))
     by_axis = {"tp": "tensor", "ep": "expert", "cp": "context", "fsdp": "fsdp", "pp": "pipeline", "dp": "ddp"}
     return tuple(who for axis, who in by_axis.items() if degrees.get(axis, 1) > 1) or (PLAIN,)
 

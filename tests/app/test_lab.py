@@ -29,6 +29,11 @@ def test_the_first_page_shows_the_prediction_of_the_default_settings(lab: Lab):
     assert numbers(app)["Bytes sent"] == show_bytes(sum(summary["bytes_sent"]))
     assert numbers(app)["Peak memory"] == show_bytes(max(summary["peak_memory"]))
     assert query(app) == {}
+    assert "python -m engine calibrate" in words(app)  # what is predicted with is another machine's
+
+
+def test_nothing_is_said_of_calibrations_where_another_machine_is_predicted(lab: Lab):
+    assert "python -m engine calibrate" not in words(lab("machine=h100"))
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def test_layers_that_differ_in_their_number_are_of_one_class():
 
 def test_a_mesh_of_several_axes_is_run_by_several():
     assert run_by("hybrid", {"pp": 2, "fsdp": 2, "tp": 1, "dp": 1}) == ("fsdp", "pipeline")
-    assert run_by("hsdp", {"dp": 2, "fsdp": 2}) == ("fsdp",)
+    assert run_by("hsdp", {"dp": 2, "fsdp": 2}) == ("hsdp", "fsdp")
 
 
 # What is made of measurements
@@ -243,6 +243,8 @@ def test_a_line_is_found_again_and_no_part_of_it_is_negative():
     fixed, slope = line([(1000, 1e-3), (2000, 4e-3)])
     assert fixed == 0.0 and 1e-6 < slope < 2e-6
     assert line([]) == (0.0, 0.0)
+    fixed, slope = line([(1000, 1e-3), (2000, 4e-3)], steepest=1e-7)
+    assert slope == 1e-7 and 1e-3 < fixed < 4e-3
 
 
 def test_costs_are_found_again_from_what_ops_of_these_costs_take():

@@ -71,6 +71,7 @@ def plot_compare(info: CompareInfo, text: Text) -> go.Figure:
             "x": [None if value is None else _round(value / size) for value in values], "y": names,
             "marker": {"color": [look.colour for look in looks], "pattern": hatched},
             "text": errors if source == "measured" else None, "textposition": "outside", "cliponaxis": False,
+            "textfont": {"size": theme.FONT_SIZE - 1},
             "hovertext": [_hover(pair, text) for pair in info.pairs], "hoverinfo": "text",
         })  # fmt: skip
     layout = theme.layout(
