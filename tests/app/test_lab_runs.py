@@ -119,7 +119,7 @@ def test_the_step_shown_first_is_a_steady_one_of_median_length(lab: Lab, record:
 
 
 def test_where_the_time_went_is_told_of_the_step_that_is_shown(lab: Lab, record: Callable[..., Path]):
-    folder = record(Spec(mode="pipeline", devices=3, model="mlp", layers=3))
+    folder = record(Spec(mode="pipeline", devices=3, model="mlp", layers=3, machine="unit"))
     app = lab(f"run={folder.name}")
     assert "Where the time goes" in words(app) and "Critical path: " in words(app)
     assert "rank 2 waits" in words(app) and "from rank 1: pipeline fill" in words(app)
