@@ -127,17 +127,23 @@ def durations(graph: Graph, machine: Machine, slow: Slow = NOTHING) -> np.ndarra
         for program in graph.plan.programs:
             seconds += compute_seconds(Ops.of(program.ops).templates, machine, graph.plan.world_size)
     known: dict[tuple, float] = {}  # of communication that many ops repeat
+    groups: dict[tuple[int, str], Sequence[int]] = {}  # of a role on an axis
     for i, op in enumerate(graph.templates):
         if op.is_compute:
             seconds[i] *= slow.computing(graph.representative[graph.lanes[i][0]])
         elif op.kind == "send" or op.kind in COLLECTIVES:
-            group = graph.group(i)
+            place = (graph.lanes[i][0], op.axis)
+            if op.peer is not None:
+                group = graph.group(i)
+            elif (group := groups.get(place)) is None:
+                group = groups[place] = graph.group(i)
             if machine.local is None:
                 same = (op.kind, op.bytes, group)
                 if same not in known:
                     known[same] = communication_seconds(op, group, machine)
                 seconds[i] = known[same]
-            seconds[i] *= slow.moving(group)
+            if slow.links:
+                seconds[i] *= slow.moving(group)
     of_node = np.array(seconds, dtype=np.float64)[graph.which]
     if machine.sms:
         _crowd(graph, of_node, CHANNELS / machine.sms)
@@ -214,11 +220,12 @@ def _bytes_sent(graph: Graph) -> list[float]:
     """Bytes that a rank of each role puts on its links."""
     sent = [0.0] * len(graph.plan.programs)
     uses = np.bincount(graph.which, minlength=len(graph.templates)).tolist()
+    degrees = {axis: graph.plan.mesh.degree(axis) for axis in {op.axis for op in graph.templates} if axis}
     for op, (role, _), times in zip(graph.templates, graph.lanes, uses, strict=True):
         if op.kind == "send":
             sent[role] += op.bytes * times
         elif op.kind in COLLECTIVES:
-            sent[role] += rounds_and_bytes(op, graph.plan.mesh.degree(op.axis))[1] * times
+            sent[role] += rounds_and_bytes(op, degrees[op.axis])[1] * times
     return sent
 
 
