@@ -263,7 +263,8 @@ def of_training(folder: Path, job: Job, threads: int) -> list[Sample]:
     for step in range(FIRST, job.steps):
         plan = plan_of(step)
         graph = match(plan)
-        for rank in range(plan.world_size):
+        # Where one process does it all, its first device's program says when.
+        for rank in range(1 if job.processes < plan.world_size else plan.world_size):
             before = _last_end(lanes, step - 1, rank)
             program = graph.plan.program(rank)
             base = graph.first[graph.plan.roles[rank]]

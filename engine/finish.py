@@ -87,7 +87,7 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
         "validation_accuracy": read_json(validation)["accuracy"] if validation.exists() else None,
         "parity": _parity(folder, job, state, done),
         "conformance": conformance,
-        "accuracy": _accuracy(job, prediction, whole, steps, step_times, steady),
+        "accuracy": _accuracy(job, prediction, whole, steps, steady),
         "expert_tokens": _expert_tokens(job, routed),
         "memory": _memory(folder, asked, prediction),
         "peak_memory": _peak_memory(job, steps),
@@ -218,24 +218,25 @@ def _accuracy(
     prediction: Prediction,
     timeline: Timeline,
     steps: list[list[dict]],
-    step_times: list[float],
     steady: range,
 ) -> dict[str, Any] | None:
-    """Predicted against measured; of a run on this machine's cores by what is predicted for the machine `local`, of a
-    scale model for what it shows, and of one on GPUs for the machine that was asked for. None where that machine is no
-    device's: nothing is compared."""
+    """Predicted against measured, in the steps that are as the predicted one; of a run on this machine's cores by what
+    is predicted for the machine `local`, of a scale model for what it shows, and of one on GPUs for the machine that
+    was asked for. None where that machine is no device's: nothing is compared."""
     on_cpu = job.spec.device == "cpu"
     if not on_cpu and job.spec.machine == "local":
         return None
     if on_cpu and job.spec.machine != "local":
         prediction = predict(job.spec.with_(machine="local"))
-    simulation, counted = prediction.simulation, timeline.where(timeline["step"] >= steady.start).in_turn()
-    waits = [row.get("waited") for rows in steps for row in rows[steady.start : steady.stop]]
+    alike = [step for step in steady if (step + 1) % modes.period(job) == 0] or list(steady)
+    simulation, counted = prediction.simulation, timeline.in_turn()
+    counted = counted.where(np.isin(counted["step"], alike))
+    waits = [rows[step].get("waited") for rows in steps for step in alike]
     waited = None if not waits or None in waits else sum(waits) / len(waits)
     found = accuracy(
         prediction.timeline,
         without_waiting(counted, prediction.plan.mesh),
-        step_times=step_times,
+        step_times=[_step_seconds(steps, step) for step in alike],
         predicted_step_time=prediction.step_time,
         waited=waited,
         predicted_waited=sum(simulation.per_rank(simulation.waited)) / job.spec.devices,

@@ -31,16 +31,17 @@ def plan(job: Job, step: int | None = None) -> Plan:
     A mode whose steps are not all alike, once steady, gives `period(job)`: after so many they are as they were.
     """
     if step is None:
-        step = -(-(FIRST_STEADY_STEP + 1) // _period(job)) * _period(job) - 1
+        step = -(-(FIRST_STEADY_STEP + 1) // period(job)) * period(job) - 1
     return import_module(f"engine.modes.{job.spec.mode}.plan").plan(job, first_alike(job, step))
 
 
 def first_alike(job: Job, step: int) -> int:
     """The first step with the plan of this one."""
-    return step if step <= FIRST_STEADY_STEP else FIRST_STEADY_STEP + (step - FIRST_STEADY_STEP) % _period(job)
+    return step if step <= FIRST_STEADY_STEP else FIRST_STEADY_STEP + (step - FIRST_STEADY_STEP) % period(job)
 
 
-def _period(job: Job) -> int:
+def period(job: Job) -> int:
+    """After so many steps a mode's steps are as they were; the last of a period is the one that is predicted."""
     module = import_module(f"engine.modes.{job.spec.mode}.plan")
     return module.period(job) if hasattr(module, "period") else 1
 
