@@ -178,6 +178,10 @@ def network(gigabits: float) -> Link:
 EDR_HALF, HDR, NDR = network(50), network(200), network(400)
 
 
+# Of a link's rate, what all-reduces in the switches of NVLink 4 and 5 reach (NCCL, tuning.cc: NVLS efficiencies).
+SWITCH = {NVLINK4: 0.85, NVLINK5: 0.74}
+
+
 def cluster(name: str, device: str, inside: Link, node_size: int, *outer: tuple[int, Link]) -> Machine:
     """Nodes of so many GPUs, joined by `outer`. The rate in fp32 is that in fp16 by the ratio of their peaks."""
     gpu = DEVICES[device]
@@ -196,6 +200,7 @@ def cluster(name: str, device: str, inside: Link, node_size: int, *outer: tuple[
         sms=gpu.sms,
         trees=True,
         call_overhead=CALL,
+        switch=SWITCH.get(inside, 0.0),
         load_rate=PCIE4,
         fp8_gain=gpu.fp8 / gpu.fp32 * gpu.reached_fp8 / gpu.reached if gpu.fp8 else gains["bf16_gain"],
         flash_rate=gpu.flash * gpu.fp16 * TERA,

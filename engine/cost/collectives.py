@@ -10,6 +10,8 @@ tree          up and down two binary trees, of half the tensor each: as many byt
               latency (Sanders et al. 2009, doi 10.1016/j.parco.2009.09.001; NCCL 2.4)
 hierarchical  a ring inside of each node, then one between nodes for each rank of a node, with its part of the tensor
               (Cho et al. 2019, BlueConnect)
+switch        in one node the NVLink switches sum: a rank reads 1/n of the sums, and writes that to all at once, beside
+              what it gives (NVLink SHARP: Klenk et al. 2020, doi 10.1109/ISCA45697.2020.00085; NCCL's NVLS)
 direct        all-to-all: each rank to each other, those of other nodes through its own network card
 
 Where ranks are processes (`trees` is false) there are rings, and direct exchange.
@@ -26,6 +28,7 @@ from engine.plan import Op
 
 # Of a ring's rate, what the two trees reach: they keep a rank's links less evenly busy (NCCL, tuning.cc: 0.92).
 TREE_RATE = 0.92
+SWITCH_LATENCY = 25e-6  # seconds (NCCL, tuning.cc: of NVLS)
 
 
 def rounds_and_bytes(op: Op, group: int) -> tuple[float, float]:
@@ -73,6 +76,8 @@ def collective_seconds(op: Op, group: Sequence[int] | int, machine: Machine) -> 
         ways.append(hierarchical(op, spans))
     if machine.trees and op.kind == "all_reduce":
         ways.append(tree(op, spans))
+    if machine.switch and op.kind == "all_reduce" and len(spans) == 1:
+        ways.append(switched(op, spans, machine.switch))
     return machine.call_overhead + min(ways)
 
 
@@ -148,6 +153,12 @@ def hierarchical(op: Op, spans: Spans) -> float:
         seconds += rounds * link.latency + sent / link.rate
         inside = joined
     return seconds
+
+
+def switched(op: Op, spans: Spans, reached: float) -> float:
+    """Each rank gives its tensor, and 1/n of the sums again for all; there and back take a call of their own."""
+    ((ranks, link),) = spans
+    return SWITCH_LATENCY + (ranks + 1) / ranks * op.bytes / (reached * link.rate)
 
 
 def direct(op: Op, spans: Spans) -> float:

@@ -75,6 +75,7 @@ class Machine:
     flash_rate: float = math.inf  # FLOPs a second of attention in one kernel, forward, in two bytes
     sms: int = 0  # multiprocessors, over which the tiles of a matmul are dealt out; 0: not a GPU
     trees: bool = False  # whether a collective may go along a tree, as in NCCL, where that is faster than a ring
+    switch: float = 0.0  # of a link's rate, what all-reduces reach whose sums switches make; 0: they do not
     call_overhead: float = 0.0  # seconds of a collective or a message beside its rounds and bytes
     load_rate: float = math.inf  # bytes a second at which a device gets its samples from its host
     local: Local | None = None  # where ops were measured one by one: what each class of them takes
@@ -113,7 +114,11 @@ class Machine:
             "together",
         )
         rates = (*rates, "memory_size")
-        _checked(self, (*gains, *rates), ("op_overhead", "call_overhead", "link_latency", "cores", "node_size", "sms"))
+        _checked(
+            self,
+            (*gains, *rates),
+            ("op_overhead", "call_overhead", "switch", "link_latency", "cores", "node_size", "sms"),
+        )
         reach = [ranks for ranks, _ in self.tiers]
         if reach[-1] != EVERYBODY or any(a >= b for a, b in itertools.pairwise([EVERYBODY, *reach[:-1]])):
             wanted = "tiers that reach more and more ranks, the last of them (0) all"
