@@ -368,6 +368,8 @@ def check_compression(spec: Spec) -> Spec:
         raise SpecError("one_bucket", "bucket_mb", spec.bucket_mb)
     if spec.compress == "powersgd" and spec.sync_every_microstep:
         raise SpecError("exclusive", "sync_every_microstep", True, other="compress powersgd")
+    if spec.compress == "powersgd" and spec.find_unused:
+        raise SpecError("unused_of_powersgd", "find_unused", True, suggest=["false"])
     return spec
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from engine import checkpoints, datasets, schedules, slow
+from engine import branches, checkpoints, datasets, schedules, slow
 from engine.checks import (
     check_batch,
     check_compression,
@@ -207,6 +207,7 @@ def _prepare(spec: Spec) -> Job:
         spec = fill_degrees(spec)
     check_batch(spec, num_train)
     spec = check_mode(spec, layers)
+    branches.check(spec, layers)
     if spec.steps is not None and spec.epochs is not None:
         raise SpecError("exclusive", "steps", spec.steps, other="epochs")
     batches = num_train // spec.global_batch

@@ -81,6 +81,15 @@ RULES = {
     "leave {setting} out, which is {value}.",
     "nothing_to_recompute": "Beside its matrix products the model {model} keeps nothing that is worth computing again; "
     "recompute is {value}.",
+    "bad_leave_out": "leave-out reads RANK:LAYER, several with commas between them: one of the {devices} ranks, and a "
+    "layer without which the model goes on ({layers}); it is {value}.",
+    "left_out_by_all": "Some rank must have each layer in its loss, or it would never learn; {setting} is {value}, and "
+    "nobody has {layer}.",
+    "unused_parameters": "These parameters take no part in the loss ({unused}), and the other ranks would wait for "
+    "their gradients for ever, unless DDP looks for them; {setting} is {value}.",
+    "unused_of_powersgd": "PowerSGD calls an all-reduce when the one before it ends, when that is on each rank, and "
+    "the sum of used parameters would come between them, in another order on each rank; with compress powersgd "
+    "{setting} is {value}.",
     "option_of_model": "With the model {model} {setting} cannot be {value}: {reason}.",
     "option_of_mode": "{setting} does not apply to the mode {mode}: {reason}. It is {value}; leave it out.",
     "too_many_stages": "Each of the {stages} stages needs at least one layer, and {model} has {layers}; "

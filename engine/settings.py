@@ -74,6 +74,8 @@ REPLICA_MODES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")  # each rank runs whol
 OPTIONS = {
     "accumulate": (1, ("single", *REPLICA_MODES, "local_sgd", "tensor", "sequence", "context", "hybrid")),
     "sync_every_microstep": (False, REPLICA_MODES),
+    "leave_out": (None, ("ddp",)),
+    "find_unused": (False, ("ddp",)),
     "compress": ("none", ("ddp",)),
     "compress_rank": (None, ("ddp",)),  # of powersgd alone
     "recompute": ("none", tuple(mode for mode in MODE_SETTINGS if mode not in ("data_parallel", "context", "expert"))),

@@ -169,6 +169,13 @@ class Spec:
     sync_every: int | None = _setting(
         None, "steps that each rank takes alone before parameters are averaged (local_sgd)", low=1, high=1_000_000
     )
+    leave_out: str | None = _setting(
+        None,
+        "layers that ranks leave out, as in a model of branches: RANK:LAYER, as 0:block1,1:block2 (ddp)",
+    )
+    find_unused: bool | None = _setting(
+        None, "look in each pass for parameters outside of the loss, whose gradients count as 0 (ddp)"
+    )
     compress: str | None = _setting(None, "how gradients are made smaller before they are sent (ddp)", choices=COMPRESS)
     compress_rank: int | None = _setting(None, "columns of a matrix's factors (powersgd)", low=1, high=1024)
     precision: str | None = _setting(

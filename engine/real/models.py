@@ -210,6 +210,7 @@ class Chain(nn.Sequential):
         self.recorder: Recorder | None = None
         self.passed: Pass | None = None  # the pass whose backward is still to come
         self.stage, self.rank = 0, None
+        self.left_out: tuple[str, ...] = ()  # layers that this rank's passes go around
         self.watch_first_gradients()
 
     def watch_first_gradients(self) -> None:
@@ -223,12 +224,15 @@ class Chain(nn.Sequential):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         recorder = self.recorder
+        layers = [(name, layer) for name, layer in self.named_children() if name not in self.left_out]
         if recorder is None or not recorder.recording:
-            return super().forward(x)
+            for _, layer in layers:
+                x = layer(x)
+            return x
         passed = self.passed = recorder.begin_pass(self.stage, self.rank)
         if x.requires_grad:
             x.register_hook(lambda gradient: passed.gradient_of("input"))
-        for name, layer in self.named_children():
+        for name, layer in layers:
             passed.begin(name)
             x = layer(x)
             passed.end_forward()

@@ -49,6 +49,7 @@ class Event(NamedTuple):
     end: int  # ns
     bytes: int
     inside: tuple[str, ...] = ()  # PyTorch's own marks around its start, outermost first
+    whole: bool = False  # its numbers are whole ones of four bytes
 
 
 class Recorder:
@@ -367,4 +368,4 @@ def _communication(event) -> Event | None:
         if shape
     ]
     start = event.start_ns()
-    return Event(kind, start, start + event.duration_ns(), sum(sizes))
+    return Event(kind, start, start + event.duration_ns(), sum(sizes), whole="int" in event.dtypes())

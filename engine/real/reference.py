@@ -11,11 +11,13 @@ from typing import NamedTuple
 
 import torch
 
+from engine.branches import left_out
 from engine.job import Job
 from engine.real import checkpoint, models
 from engine.real.data import Batches
 from engine.real.powersgd import PowerSGD
 
+CPU = torch.device("cpu")
 # What makes a mode or an option come to other numbers than one device, in words for the result.
 LOCAL_SGD = "local SGD differs from one device by design: replicas drift apart between averages"
 
@@ -39,21 +41,30 @@ class Replica:
     def __init__(self, job: Job, replica: int, replicas: int):
         self.largest = job.spec.clip
         self.model = models.build(job)
+        self.left_out = left_out(job.spec)
         self.optimizer = models.make_optimizer(job, self.model.parameters())
-        self.batches = Batches(job, replica, replicas, torch.device("cpu"))
         self.trained = Trained([], [], [], {}, [])
+        branches = self.left_out and replicas == 1  # each part of the batch goes the way of the rank that has it
+        parts = range(job.replicas) if branches else [replica]
+        self.parts = {rank: Batches(job, rank, len(parts) if branches else replicas, CPU) for rank in parts}
 
     def make_gradients(self, step: int) -> None:
-        inputs, targets = self.batches(step)
         self.optimizer.zero_grad()
+        total = 0.0
         with models.counting() as routed:
-            loss = models.loss_of(self.model(inputs), targets)
+            for rank, batches in self.parts.items():
+                inputs, targets = batches(step)
+                self.model.left_out = self.left_out.get(rank, ())
+                loss = models.loss_of(self.model(inputs), targets) / len(self.parts)
+                loss.backward()
+                total += loss.item()
         self.trained.routed.append(routed)
-        loss.backward()
-        self.trained.losses.append(loss.item())
+        self.trained.losses.append(total)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        return {name: p.grad.clone() for name, p in self.model.named_parameters()}
+        """Of what took no part in the loss: 0."""
+        parameters = self.model.named_parameters()
+        return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters}
 
     def take(self, gradients: dict[str, torch.Tensor]) -> None:
         for name, parameter in self.model.named_parameters():

@@ -36,6 +36,7 @@ RANGES = [
     ({"accumulate": "5"}, "batch_by_microsteps", "accumulate"),
     ({"precision": "bf16", "compress": "fp16"}, "compress_of_bf16", "compress"),
     ({"bucket-mb": "1", "compress": "powersgd"}, "one_bucket", "bucket_mb"),
+    ({"find-unused": "1", "compress": "powersgd"}, "unused_of_powersgd", "find_unused"),
     ({"sync-every-microstep": "1", "accumulate": "2", "compress": "powersgd"}, "exclusive", "sync_every_microstep"),
     ({"compress": "fp16", "compress-rank": "2"}, "does_not_apply", "compress_rank"),
     ({"model": "moe", "precision": "bf16"}, "option_of_model", "precision"),

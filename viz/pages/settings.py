@@ -36,6 +36,8 @@ ROWS = (
     ("attention", "balance"),
     ("bucket_mb",),
     ("compress", "compress_rank"),
+    ("leave_out",),
+    ("find_unused",),
     ("model", "dataset"),
     ("layers", "hidden"),
     ("heads", "context"),

@@ -1,21 +1,26 @@
 """A job under torch's DistributedDataParallel, with a DistributedSampler."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from engine.branches import left_out
 from engine.job import Job
 from engine.modes.ddp.buckets import DEFAULT_BUCKET_MB
+from engine.modes.ddp.plan import INT32, USED
 from engine.real import models
 from engine.real.compression import compress_by_factors
 from engine.real.data import Batches
+from engine.real.recorder import Event, Recorder
 from engine.real.training import LocalTraining, Place
 
 
 def training(job: Job, place: Place) -> LocalTraining:
     chain = models.build(job).to(place.device)
+    chain.left_out = left_out(job.spec).get(place.rank, ())
     replica = replicate(chain, job, place, axis="dp")
     if job.spec.compress == "fp16":
         replica.register_comm_hook(None, fp16_compress_hook)
@@ -36,4 +41,19 @@ def replicate(
     place.recorder.label = lambda kind: (axis, "gradient" if kind == "all_reduce" else "control")
     # Left out, the limit is torch's default, which has a smaller first bucket.
     limit = {} if job.spec.bucket_mb in (None, DEFAULT_BUCKET_MB) else {"bucket_cap_mb": job.spec.bucket_mb}
-    return DistributedDataParallel(chain, process_group=group, **limit)
+    find_unused = bool(job.spec.find_unused)
+    if find_unused:
+        place.recorder.identify = tell_used(len([*chain.parameters()]), place.recorder, axis)
+    return DistributedDataParallel(chain, process_group=group, find_unused_parameters=find_unused, **limit)
+
+
+def tell_used(parameters: int, recorder: Recorder, axis: str) -> Callable[[Event], tuple[str, str, str, str]]:
+    """Which parameters took part in the loss is summed after the gradients, as a whole number of each: what comes in
+    numbers of that type, which no gradient has."""
+
+    def identify(event: Event) -> tuple[str, str, str, str]:
+        if event.kind == "all_reduce" and event.whole and event.bytes == INT32 * parameters:
+            return event.kind, axis, "control", USED
+        return event.kind, *recorder.label(event.kind), ""
+
+    return identify
