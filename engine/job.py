@@ -327,9 +327,9 @@ def _check_applies(spec: Spec) -> None:
 
 
 def _data_sizes(spec: Spec) -> tuple[int, int, int]:
-    """(training samples, validation samples, classes or distinct tokens); a model that only is planned has as many
-    samples as it takes."""
-    if planned_only(spec) and spec.dataset == "synthetic":
+    """(training samples, validation samples, classes or distinct tokens); a model that only is planned, or pictured,
+    has as many samples as it takes."""
+    if (planned_only(spec) or spec.paced) and spec.dataset == "synthetic":
         return MAX_BATCH, 0, datasets.vocabulary_size(spec.dataset)
     try:
         train, validation = datasets.sizes(spec.dataset, data_dir=spec.data_dir, context=spec.context)

@@ -10,7 +10,8 @@ from engine.spec import Spec
 NEVER_PACED = ("data_parallel",)  # its devices are threads of one process, which cannot sleep each for itself
 MINIATURE = ("hidden", "heads", "context", "experts", "top_k", "bucket_mb", "global_batch")  # settings that are smaller
 TABLE = "paced.table"  # in the run folder while it runs: what ranks tell each other
-UNPACED = ("save_every", "resume")  # a checkpoint would be the miniature's
+# A checkpoint would be the miniature's, and so would an epoch: it has fewer samples in a batch.
+UNPACED = ("save_every", "resume", "epochs")
 
 
 def check_paced(spec: Spec) -> Spec:

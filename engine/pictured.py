@@ -21,17 +21,19 @@ from engine.cost.local import run_by
 from engine.cost.machine import Machine, machine
 from engine.job import Job, prepare
 from engine.modes.ddp.buckets import MIB
-from engine.plan import Plan, Program
+from engine.plan import COLLECTIVES, Plan, Program
 from engine.presets import family
 from engine.rules import SpecError
 from engine.settings import ONE_BUCKET_MB, PLANNED_EXPERTS, PLANNED_SIZES, TOKEN_MODELS, degrees, planned_only
-from engine.shapes import Layer
 from engine.simulate import Simulation, simulate
 
 STEP = 1.5  # seconds that a step takes, unless its ops are too many for that
-# Seconds of one core that a layer of a miniature takes in a pass, and an op of communication, with all that PyTorch
-# does around them; and how much of two cores they may take together, for ranks to sleep most of the time.
-LAYER_WORK, MESSAGE_WORK, CORES, LOAD = 1e-3, 5e-4, 2, 0.25
+# Seconds of one core that a layer of a miniature takes in a pass, a message and a collective, with all that PyTorch
+# does around them; what DTensor and fully_shard add to a layer or a piece of it; and how much of two cores the ranks
+# may take together, to sleep most of the time. By processor time of the workers, 4 ranks, 16 layers, torch 2.13.
+LAYER_WORK, MESSAGE_WORK, COLLECTIVE_WORK, SHARDED_WORK, CUT_WORK = 1e-3, 4e-4, 1.8e-3, 2.5e-3, 4e-3
+CORES, LOAD = 2, 0.4
+LARGER_MB = (100.0, 400.0, 1600.0, ONE_BUCKET_MB)  # of buckets, where those that were asked for cannot be had
 STARTS = 40  # gradients, the first ones, at which runs that are tried as buckets begin
 WIDTH, TOKENS = 32, 8  # of a miniature, at least
 
@@ -99,11 +101,16 @@ def _small(job: Job) -> Job:
 def _refusal(job: Job, rank: int, pictured: str, small: str) -> SpecError:
     """What differs are DDP's buckets, where it works with fewer of them."""
     if job.spec.bucket_mb not in (None, ONE_BUCKET_MB):
-        alone = prepare(job.spec.with_(bucket_mb=ONE_BUCKET_MB))
-        if first_difference(modes.plan(alone), modes.plan(_small(alone))) is None:
-            return SpecError("paced_buckets", "bucket_mb", job.spec.bucket_mb, suggest=[ONE_BUCKET_MB])
+        larger = [size for size in LARGER_MB if size > job.spec.bucket_mb]
+        good = next((size for size in larger if _is_alike(prepare(job.spec.with_(bucket_mb=size)))), None)
+        if good is not None:
+            return SpecError("paced_buckets", "bucket_mb", job.spec.bucket_mb, suggest=[good])
     values = {"rank": rank, "pictured": pictured, "miniature": small}
     return SpecError("paced_differs", "paced", job.spec.paced, **values)
+
+
+def _is_alike(job: Job) -> bool:
+    return first_difference(modes.plan(job), modes.plan(_small(job))) is None
 
 
 def _sizes(job: Job) -> dict[str, int]:
@@ -193,20 +200,22 @@ def dilation(job: Job, simulation: Simulation) -> float:
         return job.spec.dilation
     if not simulation.makespan > 0:
         return 1.0
-    ranks, stages = simulation.graph.num_ranks, job.stages
-    work = sum(_work(program, stages) * n for program, n in zip(simulation.plan.programs, ranks, strict=True))
+    ranks = simulation.graph.num_ranks
+    work = sum(_work(program, job) * n for program, n in zip(simulation.plan.programs, ranks, strict=True))
     factor = max(STEP, work / CORES / LOAD) / simulation.makespan
     digit = 10.0 ** (math.floor(math.log10(factor)) - 1)
     return float(f"{math.ceil(factor / digit - 1e-9) * digit:.3g}")
 
 
-def _work(program: Program, stages: list[tuple[Layer, ...]]) -> float:
+def _work(program: Program, job: Job) -> float:
     """Seconds of a core that a rank of a miniature needs for a step."""
-    ops = Ops.of(program.ops)
-    each = [
-        LAYER_WORK * (1 if op.part or op.stage is None else len(stages[op.stage])) if op.is_compute else MESSAGE_WORK
-        for op in ops.templates
-    ]
+    layer = LAYER_WORK + CUT_WORK * (job.degree("tp") > 1) + SHARDED_WORK * (job.degree("fsdp") > 1)
+    ops, stages, each = Ops.of(program.ops), job.stages, []
+    for op in ops.templates:
+        if op.is_compute:
+            each.append(layer * (len(stages[op.stage]) if op.stage is not None and not op.part else 1))
+        else:
+            each.append(COLLECTIVE_WORK if op.kind in COLLECTIVES else MESSAGE_WORK)
     return float(np.array(each)[ops.which].sum())
 
 
