@@ -10,7 +10,7 @@ from engine.settings import DATA_MODES
 from tests.viz.examples import TWO, predicted
 from viz.figures.moving import moving_picture
 from viz.figures.picture import picture_info
-from viz.figures.places import GAP, MARGIN, MAX_BOXES, OUTSIDE, places, segment
+from viz.figures.places import GAP, MARGIN, MAX_BOXES, OUTSIDE, drawn, places, segment
 from viz.locales import text
 from viz.theme import stage_colour
 
@@ -160,7 +160,7 @@ def test_of_many_devices_the_first_are_drawn_and_the_rest_counted():
     assert [box.rank for box in info.places.boxes] == list(range(MAX_BOXES))
     assert (info.places.hidden, info.total) == (44, 60)
     assert {bar.span.rank for bar in info.rows.bars} == set(range(MAX_BOXES))
-    assert moving_picture(info, EN)["caption"] == "The first 16 of 60 devices are drawn."
+    assert moving_picture(info, EN)["caption"] == "16 of 60 devices are drawn."
 
 
 def test_a_device_shows_which_layers_it_holds():
@@ -274,3 +274,44 @@ def test_a_link_runs_from_border_to_border_and_each_direction_has_its_side():
     assert y0 == y1 > left.centre[1]
     assert segment(where, 1, 0)[1] < left.centre[1]
     assert segment(where, OUTSIDE, 0)[3] == left.y1
+
+
+def test_of_a_large_mesh_a_small_one_is_drawn_with_stages_before_all_else():
+    def shown(**degrees: int) -> tuple[int, ...]:
+        mesh = Mesh(tuple(degrees), tuple(degrees.values()))
+        ops = [Op(kind="all_reduce", axis=axis) for axis in degrees]
+        return drawn(Plan(mesh, (Program(tuple(ops)),), (0,) * mesh.size))
+
+    assert shown(pp=16, dp=128, tp=8) == tuple(range(0, 16_384, 1024))
+    assert shown(pp=4, dp=8, tp=8) == tuple(64 * s + 8 * d + t for s in range(4) for d in range(2) for t in range(2))
+    assert shown(dp=128, tp=8) == tuple(range(16))
+    assert shown(dp=128, fsdp=16) == tuple(16 * d + i for d in range(2) for i in range(8))
+    assert shown(pp=3, dp=32) == tuple(32 * stage + i for stage in range(3) for i in range(5))
+    assert shown(fsdp=1000) == tuple(range(16))
+    assert shown(pp=2, dp=2, tp=4) == tuple(range(16))
+
+
+def test_packets_between_the_drawn_ranks_of_a_large_mesh_end_at_their_boxes():
+    plan, layers, timeline = predicted(
+        "hybrid",
+        64,
+        model="gpt",
+        layers=6,
+        hidden=64,
+        heads=8,
+        context=32,
+        pp=4,
+        dp=4,
+        tp=4,
+        global_batch=32,
+        microbatches=8,
+    )
+    info = picture_info(plan, layers, timeline)
+    ranks = [box.rank for box in info.places.boxes]
+    assert ranks == [16 * s + 4 * d + t for s in range(4) for d in range(2) for t in range(2)]
+    assert len({box.x0 for box in info.places.boxes}) == 8  # stages and in them tensor ranks, left to right
+    assert {row.rank for row in info.rows.rows} == set(ranks)
+    ends = {rank for flight in info.flights for leg in flight.path for rank in leg} - {OUTSIDE}
+    assert ends == set(ranks)
+    moving_picture(info, EN)
+    assert len(info.places.frames) == 8  # one round the tensor ranks of each stage and replica

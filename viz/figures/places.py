@@ -5,6 +5,7 @@ Coordinates are pixels on a stage that is `WIDTH` wide at full width: narrower p
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -16,6 +17,8 @@ from engine.plan import Mesh, Plan
 
 WIDTH = 1000
 MAX_BOXES = 16
+DRAWN_FIRST = ("pp", "tp", "cp", "ep", "fsdp", "dp")  # axes of a mesh that has not room for all of its ranks
+MAX_COLUMNS = 8
 MAX_CELLS = 24
 OUTSIDE = -1  # where a batch comes from
 NOT_HELD = -1  # instead of a stage
@@ -69,13 +72,16 @@ class Box(NamedTuple):
 
 
 class Places(NamedTuple):
-    """`boxes` of the first ranks; `hidden`: how many ranks have none. y counts upwards from 0 to `height`."""
+    """`boxes` of the ranks that are drawn; `hidden`: how many are not. y counts upwards from 0 to `height`."""
 
     boxes: tuple[Box, ...]
     hidden: int
     height: float
     links: tuple[tuple[int, int], ...]  # pairs of drawn ranks between which something can move
     frames: tuple[tuple[float, float, float, float], ...] = ()  # x0, x1, y0, y1: round ranks that share one frame
+
+    def of(self, rank: int) -> Box:
+        return next(box for box in self.boxes if box.rank == rank)
 
 
 def places(
@@ -84,7 +90,7 @@ def places(
     """`memory`: bytes of each rank; without it, what the plan says stays in memory for the whole step. `experts`: how
     many each layer has."""
     ranks = drawn(plan)
-    graph = device_graph(plan, len(ranks))
+    graph = device_graph(plan, ranks)
     spots = grid(graph)
     columns = 1 + max(column for column, _ in spots.values())
     rows = 1 + math.floor(max(row for _, row in spots.values()))
@@ -115,17 +121,28 @@ def places(
     return Places(tuple(boxes), hidden, height, links, _frames(plan, boxes))
 
 
-def drawn(plan: Plan) -> range:
-    """The ranks that have a box."""
-    return range(min(plan.world_size, MAX_BOXES))
+def drawn(plan: Plan) -> tuple[int, ...]:
+    """The ranks that have a box: all, or those of a mesh as small as there is room for, with stages before all else."""
+    mesh, room, shown = plan.mesh, MAX_BOXES, {}
+    if plan.world_size <= MAX_BOXES or mesh.size != plan.world_size:
+        return tuple(range(min(plan.world_size, MAX_BOXES)))
+    across, columns = _across(mesh), MAX_COLUMNS
+    for axis in sorted(mesh.axes, key=DRAWN_FIRST.index):
+        most = max(1, columns) if axis in across and axis != "pp" else room
+        shown[axis] = min(mesh.degree(axis), most, room)
+        room //= shown[axis]
+        columns //= shown[axis] if axis in across else 1
+    places = itertools.product(*(range(shown[axis]) for axis in mesh.axes))
+    return tuple(sum(i * mesh.stride(axis) for i, axis in zip(at, mesh.axes, strict=True)) for at in places)
 
 
 def _frames(plan: Plan, boxes: Sequence[Box]) -> tuple[tuple[float, float, float, float], ...]:
     """Round the tensor ranks of each group, where there are several: they hold one shard of everything together."""
     if not 1 < plan.mesh.degree("tp") < plan.world_size:
         return ()
-    groups = dict.fromkeys(plan.mesh.group(box.rank, "tp") for box in boxes)
-    drawn = [[boxes[rank] for rank in group if rank < len(boxes)] for group in groups]
+    box_of = {box.rank: box for box in boxes}
+    groups = dict.fromkeys(plan.mesh.group(rank, "tp") for rank in box_of)
+    drawn = [[box_of[rank] for rank in group if rank in box_of] for group in groups]
     return tuple(
         (
             min(box.x0 for box in of) - FRAME,
@@ -138,38 +155,39 @@ def _frames(plan: Plan, boxes: Sequence[Box]) -> tuple[tuple[float, float, float
     )
 
 
-def device_graph(plan: Plan, drawn: int) -> nx.DiGraph:
-    """Devices, with an edge wherever something can move, and `column` and `row` of each.
+def device_graph(plan: Plan, ranks: Sequence[int]) -> nx.DiGraph:
+    """Some ranks, with an edge wherever something can move, and `column` and `row` of each.
 
     Pipeline stages stand left to right, unless some are linked past others: then on a ring, as replicas do, neighbours
     side by side. Tensor ranks stand left to right. Where everything comes from one device (nn.DataParallel), that one
     stands above the others.
     """
     graph = nx.DiGraph()
-    graph.add_nodes_from(range(drawn))
+    graph.add_nodes_from(ranks)
     kinds: dict[str, set[str]] = {}
-    for rank in range(drawn):
+    for rank in ranks:
         for op in Ops.of(plan.program(rank).ops).templates:
             if not op.axis:
                 continue
             kinds.setdefault(op.axis, set()).add(op.kind)
             peer = plan.peer_rank(rank, op)
-            if peer is not None and peer < drawn:
+            if peer is not None and peer in graph:
                 graph.add_edge(*((rank, peer) if op.kind == "send" else (peer, rank)))
     rooted = False
     for axis, of in kinds.items():
         if of <= {"send", "recv"}:
             continue
-        for rank in range(drawn):
-            group = [other for other in plan.mesh.group(rank, axis) if other < drawn]
+        for rank in ranks:
+            group = [other for other in plan.mesh.group(rank, axis) if other in graph]
             if is_rooted(of):
                 rooted = True
                 graph.add_edges_from((a, b) for m in group[1:] for a, b in ((group[0], m), (m, group[0])))
             elif len(group) > 1:
                 graph.add_edges_from(zip(group, group[1:] + group[:1], strict=True))
-    graph.graph["lines"] = "row" if rooted and drawn > 2 else "column"
-    in_line = plan.mesh.degree("pp") > 1 and all(abs(a - b) == 1 for a, b in graph.edges)
-    for rank, (column, row) in _spots(plan, drawn, rooted, in_line).items():
+    graph.graph["lines"] = "row" if rooted and len(ranks) > 2 else "column"
+    order = {rank: i for i, rank in enumerate(ranks)}
+    in_line = plan.mesh.degree("pp") > 1 and all(abs(order[a] - order[b]) == 1 for a, b in graph.edges)
+    for rank, (column, row) in _spots(plan, ranks, rooted, in_line).items():
         graph.nodes[rank].update(column=column, row=row)
     return graph
 
@@ -179,22 +197,23 @@ def is_rooted(kinds: set[str]) -> bool:
     return bool(kinds & {"scatter", "gather", "reduce"})
 
 
-def _spots(plan: Plan, drawn: int, rooted: bool, in_line: bool) -> dict[int, tuple[int, int]]:
+def _spots(plan: Plan, ranks: Sequence[int], rooted: bool, in_line: bool) -> dict[int, tuple[int, int]]:
     """(column, row) of each rank, counted within its column or row. `in_line`: stages have links to neighbours only."""
+    drawn, head = len(ranks), list(enumerate(ranks))
     if rooted and drawn > 2:
         lines = math.ceil((drawn - 1) / 8)
         per_line = math.ceil((drawn - 1) / lines)
-        return {0: (0, 0)} | {rank: ((rank - 1) % per_line, 1 + (rank - 1) // per_line) for rank in range(1, drawn)}
+        return {ranks[0]: (0, 0)} | {rank: ((i - 1) % per_line, 1 + (i - 1) // per_line) for i, rank in head[1:]}
     if across := _across(plan.mesh):
-        places = [tuple(plan.mesh.coordinate(rank, axis) for axis in across) for rank in range(drawn)]
+        places = [tuple(plan.mesh.coordinate(rank, axis) for axis in across) for rank in ranks]
         columns = {place: column for column, place in enumerate(sorted(set(places)))}
-        if len(columns) <= 8:
-            return {rank: (columns[place], places[:rank].count(place)) for rank, place in enumerate(places)}
+        if len(columns) <= MAX_COLUMNS:
+            return {ranks[i]: (columns[place], places[:i].count(place)) for i, place in enumerate(places)}
     if drawn <= (8 if in_line or plan.mesh.degree("tp") > 1 else 2):
-        return {rank: (rank, 0) for rank in range(drawn)}
+        return {rank: (i, 0) for i, rank in head}
     # Out along the top and back along the bottom; an odd one stands alone in the first column.
     odd, columns = drawn % 2, math.ceil(drawn / 2)
-    return {rank: (rank, 0) if rank < columns else (drawn - 1 - rank + odd, 1) for rank in range(drawn)}
+    return {rank: (i, 0) if i < columns else (drawn - 1 - i + odd, 1) for i, rank in head}
 
 
 def _across(mesh: Mesh) -> list[str]:
@@ -334,13 +353,13 @@ def _with_experts(cells: Sequence[Cell], experts: Sequence[int], mesh: Mesh, ran
 
 def segment(places: Places, source: int, target: int) -> tuple[float, float, float, float]:
     """The way from one device to another, from border to border; each direction keeps to its own side."""
-    box = places.boxes[target]
+    box = places.of(target)
     x, y = box.centre
     if source == OUTSIDE:  # from above, or from below where boxes are above
         below = y < places.height / 2 and any(b.y0 > box.y1 and b.x0 < x < b.x1 for b in places.boxes)
         edge, far = (box.y0, box.y0 - MARGIN + 10) if below else (box.y1, box.y1 + MARGIN - 10)
         return x, far, x, edge
-    other = places.boxes[source]
+    other = places.of(source)
     (ax, ay), (bx, by) = other.centre, box.centre
     length = math.hypot(bx - ax, by - ay)
     ux, uy = (bx - ax) / length, (by - ay) / length
