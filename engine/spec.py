@@ -105,10 +105,17 @@ class Spec:
         None, "recomputing ends where backward needs no more, as in PyTorch; Megatron-LM does all (planned models)"
     )
     overlap: bool | None = _setting(
-        None, "gradients are reduced while others are computed, not after them (planned models)"
+        None,
+        "gradients are reduced while others are computed, and messages between stages leave meanwhile; not after "
+        "(planned models)",
     )
     master_weights: bool | None = _setting(
         None, "beside weights of two bytes, others in fp32, with their gradients and moments (planned models)"
+    )
+    tp_overlap: bool | None = _setting(
+        None,
+        "beside sequence_parallel, tokens are gathered and scattered in parts while products work on others; the plan "
+        "has the part that is waited for (planned models)",
     )
     scatter_gather: bool | None = _setting(
         None,

@@ -29,6 +29,9 @@ FLASH = {ATTENTION: 1.0, ATTENTION_BACKWARD: 0.86}
 ELEMENTWISE = 0.70
 # Queries that a block of attention handles together: pairs behind them that a mask spares are spared by blocks.
 FLASH_BLOCK = 128
+# Bytes at whose multiples rows of operands have to begin for a product's usual rate, and the part of it that is left
+# where they do not (NVIDIA, "Matrix Multiplication Background", section 2.1); a head of 108 numbers, not of 104 or 112.
+ALIGNMENT, UNALIGNED = 16, 0.25
 FP32 = 4  # bytes
 
 
@@ -58,7 +61,12 @@ def _product(kernel: Kernel, machine: Machine) -> float:
         tiles = kernel.batch * math.ceil(kernel.m / rows) * math.ceil(kernel.n / columns)
         waves = math.ceil(tiles / machine.sms)
         best = min(best, waves * 2 * rows * columns * (kernel.k + BESIDE) / (rate * one))
-    return best
+    return best if _aligned(kernel) else best / UNALIGNED
+
+
+def _aligned(kernel: Kernel) -> bool:
+    """Whether rows of the operands begin at multiples of what a tensor core's loads take."""
+    return all(size * kernel.item % ALIGNMENT == 0 for size in (kernel.n, kernel.k))
 
 
 def _traffic(kernel: Kernel) -> float:

@@ -137,21 +137,23 @@ def unrolled(
     *,
     before: Sequence[Op] = (),
     after: Sequence[Op] = (),
+    waits: bool = False,
 ) -> Ops:
     """A rank's actions, with their messages, as the ops of its program; `before` and `after` them, other ops.
 
     `compute`: the ops of one pass, by (kind, stage). `sizes`: bytes of the activation that leaves a stage, which are
     also those of the gradient that comes back to it. `rank_of`: the rank of a stage, its coordinate on the axis pp.
+    `waits`: until what is sent has left.
     """
     calls = [(action[:2], action.microbatch) for action in actions]
     passes = {}
     for kind, stage in dict.fromkeys(call for call, _ in calls):
         message = kind in MESSAGES
-        passes[kind, stage] = [_message(kind, stage, sizes, rank_of)] if message else compute[kind, stage]
+        passes[kind, stage] = [_message(kind, stage, sizes, rank_of, waits=waits)] if message else compute[kind, stage]
     return unroll(passes, calls, before=before, after=after)
 
 
-def _message(kind: str, stage: int, sizes: Mapping[int, int], rank_of: Mapping[int, int]) -> Op:
+def _message(kind: str, stage: int, sizes: Mapping[int, int], rank_of: Mapping[int, int], *, waits: bool = False) -> Op:
     verb, way = kind.split("_")
     other = other_end(kind, stage)
     size = sizes[min(stage, other)]
@@ -163,7 +165,7 @@ def _message(kind: str, stage: int, sizes: Mapping[int, int], rank_of: Mapping[i
         peer=rank_of[other],
         bytes=size,
         saved=size if verb == "send" and PAYLOADS[way] == "activation" else 0,
-        asynchronous=verb == "send",
+        asynchronous=verb == "send" and not waits,
     )
 
 

@@ -43,6 +43,7 @@ class Case:
     dp: int
     stages_per_rank: int
     sequence_parallel: bool
+    async_tp: bool  # tokens travel in parts while products work on others, as a row says
     zero: int
     shards: int  # of the replicas, those that share one copy of what `zero` shares
     micro_batch: int
@@ -200,6 +201,7 @@ def _layout(row: Row, inferred: list[str]) -> dict[str, Any]:
         **degrees,
         "dp": dp,
         "sequence_parallel": bool(sp) and degrees["tp"] > 1,
+        "async_tp": bool(parallel.get("async_tp")),
         "zero": zero,
         "shards": shards if zero else 1,
     }

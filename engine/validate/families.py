@@ -30,7 +30,8 @@ def _same_but_schedule(case: Case) -> tuple:
 
 
 def _same_but_scale(case: Case) -> tuple:
-    return (*_model(case), case.tp, case.pp, case.cp, case.ep, case.micro_batch, case.stages_per_rank, case.zero)
+    layout = (case.tp, case.pp, case.cp, case.ep, case.micro_batch, case.stages_per_rank, case.zero, case.schedule)
+    return (*_model(case), *layout, case.row.source, case.row.notes)
 
 
 def layout_of(case: Case) -> str:
@@ -125,7 +126,7 @@ def schedules(rows: Sequence[Compared]) -> dict[str, Any] | None:
 
 def scaling(rows: Sequence[Compared]) -> dict[str, Any] | None:
     """Series in which only the number of devices, and perhaps the batch, grows: throughput a device beside that of the
-    smallest, measured and predicted, and how many points of percent these are apart."""
+    smallest, measured and predicted, and how many points of percent these are apart at the largest."""
     series = []
     for family in _families(rows, _same_but_scale, 2):
         by_devices = {each.case.devices: each for each in sorted(family, key=lambda each: each.row.id)}
@@ -140,7 +141,7 @@ def scaling(rows: Sequence[Compared]) -> dict[str, Any] | None:
             }
             for devices, each in rest
         ]
-        apart = max((abs(p["predicted"] - p["measured"]) for p in points), default=0.0)
+        apart = abs(points[-1]["predicted"] - points[-1]["measured"])
         series.append(
             {
                 "from_devices": first.case.devices,
@@ -148,12 +149,12 @@ def scaling(rows: Sequence[Compared]) -> dict[str, Any] | None:
                 "layout": layout_of(first.case),
                 "part": " ".join(first.part),
                 "efficiencies": points,
-                "worst_points": 100 * apart,
+                "points": 100 * apart,
             }
         )
     if not series:
         return None
-    return {"series": series, "worst_points": max(one["worst_points"] for one in series)}
+    return {"series": series, "worst_points": max(one["points"] for one in series)}
 
 
 def _rate(each: Compared, seconds: float) -> float:

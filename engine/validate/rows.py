@@ -129,7 +129,7 @@ def _row(entry: Any, named: str, group: str) -> Row:
 
 def _source(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(str(value[key]) for key in ("paper", "repo", "file", "where") if value.get(key))
+        return ", ".join(str(value[key]) for key in ("paper", "repo", "commit", "file", "where") if value.get(key))
     return str(value or "")
 
 

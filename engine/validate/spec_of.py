@@ -33,6 +33,7 @@ OLD_INSTRUCTIONS = {"a100": 1.0, "a100_40": 1.0, "v100": 1.0}
 ON_LATER_DEVICES = 0.62
 # Their optimizer steps before it knows the norm of all gradients, and takes the step back where that is too large.
 HIDES_ITS_RAMP = ("zb_h2", "zb_2p", "zbv")
+ZERO_BUBBLE = (*HIDES_ITS_RAMP, "interleaved_zero_bubble")
 SHARED = ("ddp", "zero1", "zero2", "fsdp")  # the mode in which replicas share what a stage of ZeRO says
 
 
@@ -58,7 +59,12 @@ def spec_of(case: Case) -> tuple[Spec, tuple[str, ...]]:
     stack = stack_of(case.row)
     inferred = ["software as of today: attention never writes its scores"] if stack == TODAY else []
     settings = _model(case) | _layout(case, inferred) | {"flash": stack.flash, "master_weights": True}
-    settings["overlap"] = None if stack.overlaps else False
+    # The runtime of zero-bubble schedules issues messages as ops of their own, beside what it computes.
+    settings["overlap"] = None if stack.overlaps or case.schedule in ZERO_BUBBLE else False
+    if case.sequence_parallel and stack.tp_overlaps:
+        settings["tp_overlap"] = True
+    if case.async_tp:  # smaller products, and copies between them, take back part of what is hidden: 8 % are gained
+        inferred.append("products beside tokens of tensor ranks that travel in parts (async TP) taken as plain ones")
     settings["early_stop"] = False if stack.whole_blocks and case.recompute == "full" else None
     settings["scatter_gather"] = True if stack.scatters and case.tp > 1 and case.pp > 1 else None
     if case.schedule not in HIDES_ITS_RAMP:

@@ -18,15 +18,23 @@ class Stack(NamedTuple):
     overlaps: bool  # gradients are reduced, and layers gathered, while others compute
     whole_blocks: bool  # full recomputation repeats a block to its end, as Megatron-LM's checkpoint does
     first_flash: bool  # attention in one kernel as in 2022, before FlashAttention 2
+    tp_overlaps: bool  # tokens of tensor ranks travel in parts while products work on others
     scatters: bool  # tensor ranks send their own parts of a message between stages (Narayanan et al. 2021, section 4.1)
 
 
 # Megatron-LM before 2023 and its DeepSpeed fork: scores, softmax and weighted sum are kernels of their own, the softmax
 # fused with scale and mask (Narayanan et al. 2021, section 4.2). Gradients are all-reduced when the last micro-batch is
 # through (Korthikanti et al. 2022, section 6.3: "data-parallel all-reduce is not overlapped").
-EARLY = {"flash": False, "first_flash": False, "overlaps": False, "whole_blocks": True, "scatters": True}
+EARLY = {
+    "flash": False,
+    "first_flash": False,
+    "overlaps": False,
+    "whole_blocks": True,
+    "tp_overlaps": False,
+    "scatters": True,
+}
 # Since then FlashAttention is the default, and communication overlaps.
-LATE = {"flash": True, "first_flash": False, "overlaps": True, "whole_blocks": True, "scatters": True}
+LATE = EARLY | {"flash": True, "overlaps": True}
 PYTORCH = LATE | {"whole_blocks": False, "scatters": False}
 # The first whose pattern is found in a row's source, set, schedule and notes.
 STACKS = (
@@ -39,8 +47,9 @@ STACKS = (
     # Its table is of spring 2023, with attention as a Triton kernel after the first FlashAttention (attn_impl: triton).
     (r"llm-foundry", Stack("LLM Foundry of 2023", **(PYTORCH | {"first_flash": True}))),
     (r"torchtitan", Stack("TorchTitan", **PYTORCH)),
-    (r"dgxc-benchmarking", Stack("NeMo", **LATE)),
-    (r"Megatron-Bridge|Megatron-LM", Stack("Megatron-Core", **LATE)),
+    # NVIDIA's recipes turn Transformer Engine's userbuffers on (tp_comm_overlap).
+    (r"dgxc-benchmarking|Megatron-Bridge", Stack("NeMo", **(LATE | {"tp_overlaps": True}))),
+    (r"Megatron-LM", Stack("Megatron-Core", **LATE)),
 )
 TODAY = Stack("not known", **LATE)
 

@@ -55,6 +55,7 @@ MORE = (
     ("early_stop",),
     ("overlap",),
     ("scatter_gather",),
+    ("tp_overlap",),
     ("master_weights",),
     ("shared_experts", "dense_layers"),
     ("dense_ffn",),

@@ -57,7 +57,8 @@ def in_stages(
         sums = [] if is_shared(mesh) else [op for stage in stages for op in passes["sums", stage]]
 
         def ops(update: Sequence[Op], row=row, passes=passes, before=before, sums=sums) -> Sequence[Op]:
-            return messages.unrolled(row, passes, sizes, rank_of, before=before, after=[*sums, *update])
+            around = {"before": before, "after": [*sums, *update]}
+            return messages.unrolled(row, passes, sizes, rank_of, **around, waits=spec.overlap is False)
 
         memory = _memory(job, mesh, kept) | beside(job, stages, pipelines, ends)
         several = tuple(stage_of[i] for i in kept) if len(stages) > 1 else ()

@@ -41,7 +41,7 @@ def units(
         ahead, behind = [], []
         for item in there:
             if isinstance(item, Op):
-                ahead.append(_of_batch(item, "activation", samples, stage))
+                ahead.append(_of_batch(item, "activation", samples, stage, _waited(job)))
                 continue
             (op,) = chain.forward([item], samples, stage=stage or 0)
             ahead.append(dataclasses.replace(op, saved=kept[item.name] * samples))
@@ -50,7 +50,7 @@ def units(
             if isinstance(item, Layer) and item.params:  # the first one that needs what forward made
                 behind, again = behind + again, []
             if isinstance(item, Op):
-                behind.append(_of_batch(item, "gradient", samples, stage))
+                behind.append(_of_batch(item, "gradient", samples, stage, _waited(job)))
             else:
                 behind += chain.backward([item], samples, stage=stage or 0)
         out.append(chain.Unit(layer, tuple(ahead), tuple(behind)))
@@ -74,7 +74,7 @@ def _again(job: Job, layer: Layer, cut: Cut, samples: int, stage: int | None, *,
     ops, kept = [], kept_by(job, layer, cut)
     for run in repeated(job, layer, cut):
         if isinstance(run, Op):
-            ops.append(_of_batch(run, "activation", samples, stage))
+            ops.append(_of_batch(run, "activation", samples, stage, _waited(job)))
             continue
         parts = [chain.recompute(item, samples, job.spec, stage=stage or 0, microbatch=0) for item in run]
         saved = sum(item.saved - kept[item.name] for item in run) * samples
@@ -127,8 +127,16 @@ def collective(kind: str, part: str, size: int) -> Op:
     return Op(kind=kind, part=part, axis="tp", bytes=size)
 
 
-def _of_batch(op: Op, payload: str, samples: int, stage: int | None) -> Op:
+def _waited(job: Job) -> int:
+    """In how many parts tensor ranks give each other tokens, of which the first is waited for: the others travel while
+    a product works on the part before (Wang et al. 2023, doi 10.1145/3567955.3567959; Transformer Engine's
+    userbuffers)."""
+    return job.degree("tp") if job.spec.tp_overlap else 1
+
+
+def _of_batch(op: Op, payload: str, samples: int, stage: int | None, parts: int) -> Op:
     """What is labelled already knows its bytes: those of a weight's gradient do not grow with the samples."""
     if op.payload:
         return dataclasses.replace(op, stage=stage)
-    return dataclasses.replace(op, payload=payload, bytes=op.bytes * samples, stage=stage)
+    cut = parts if op.kind in ("all_gather", "reduce_scatter") and op.axis == "tp" else 1
+    return dataclasses.replace(op, payload=payload, bytes=op.bytes * samples // cut, stage=stage)
