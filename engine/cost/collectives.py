@@ -9,7 +9,7 @@ ring          n-1 rounds, 2(n-1) for an all-reduce, each moving 1/n of the tenso
 tree          up and down two binary trees, of half the tensor each: as many bytes as a ring, log2 of the nodes in
               latency (Sanders et al. 2009, doi 10.1016/j.parco.2009.09.001; NCCL 2.4)
 hierarchical  a ring inside of each node, then one between nodes for each rank of a node, with its part of the tensor
-              (Cho et al. 2019, BlueConnect)
+              (Cho et al. 2019, BlueConnect); NCCL has it for all-reduces where switches sum (NVLSTree)
 switch        in one node the NVLink switches sum: a rank reads 1/n of the sums, and writes that to all at once, beside
               what it gives (NVLink SHARP: Klenk et al. 2020, doi 10.1109/ISCA45697.2020.00085; NCCL's NVLS)
 direct        all-to-all: each rank to each other, those of other nodes through its own network card
@@ -72,7 +72,7 @@ def collective_seconds(op: Op, group: Sequence[int] | int, machine: Machine) -> 
     if op.kind == "all_to_all":
         return machine.call_overhead + direct(op, spans)
     ways = [ring(op, spans)]
-    if machine.trees and len(spans) > 1:
+    if machine.switch and op.kind == "all_reduce" and len(spans) > 1:
         ways.append(hierarchical(op, spans))
     if machine.trees and op.kind == "all_reduce":
         ways.append(tree(op, spans))

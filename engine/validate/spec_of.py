@@ -159,6 +159,7 @@ def machine_of(case: Case) -> Machine:
         memory_rate=case.memory_rate,
         power=case.power,
         first_flash=stack_of(case.row).first_flash,
+        one_card=stack_of(case.row).one_card,
     )
 
 
@@ -172,13 +173,16 @@ def machine_with(
     memory_rate: float | None = None,
     power: float | None = None,
     first_flash: bool = False,
+    one_card: bool = False,
 ) -> Machine:
     """Rates in bytes a second, of data sheets, and watts; what is None stays as the catalogue has it. `first_flash`:
-    attention as the first FlashAttention does it."""
+    attention as the first FlashAttention does it. `one_card`: all devices of a node share one network card."""
     if device not in MACHINES:
         raise Unusable("the device is not in the machine catalogue", device)
     known = MACHINES[device]
     outer = network(network_rate / GIGABIT) if network_rate else known.tiers[-1][1]
+    if one_card:
+        outer = replace(outer, rate=outer.rate / per_node)
     changes: dict[str, Any] = {"node_size": per_node, "outer": ((EVERYBODY, outer),)}
     if link_rate:
         changes["link_rate"] = LINK_REACHED * link_rate
