@@ -17,6 +17,7 @@ SHAPE = ("layers", "hidden", "heads", "seq_len")
 MEGATRON_VOCABULARY = 51_200  # GPT-2's 50,257 tokens, padded as Megatron-LM's examples do
 MAX_UNKNOWN_BUBBLE = 0.05  # of the step: where the number of stages of a rank is not said, and could matter no more
 PER_NODE = 8
+MOST = 10**9  # of anything that is counted here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,8 +119,16 @@ def whole(part: dict[str, Any], name: str, default: int | None = None) -> int | 
     value = part.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
         raise Unusable(f"{name.replace('_', ' ')} is not one whole number", str(value))
+    return value
+
+
+def words_of(part: dict[str, Any], name: str) -> str | None:
+    """A text, or None where there is none."""
+    value = part.get(name)
+    if value is not None and not isinstance(value, str):
+        raise Unusable(f"{name} is not a text", str(value))
     return value
 
 
@@ -258,13 +267,13 @@ def _schedule(row: Row, pp: int, microbatches: int, inferred: list[str]) -> dict
 
 
 def _texts(row: Row, layout: dict[str, Any], inferred: list[str]) -> dict[str, Any]:
-    name = str(row.hardware.get("gpu") or "")
+    name = words_of(row.hardware, "gpu") or ""
     per_node = whole(row.hardware, "nvlink_domain") or whole(row.hardware, "gpus_per_node")
     device = words.device(name)
     if per_node is None:
         per_node = PER_NODE
         inferred.append(f"{PER_NODE} devices in a node")
-    network = words.network_rate(row.hardware.get("inter"), whole(row.hardware, "gpus_per_node") or per_node)
+    network = words.network_rate(words_of(row.hardware, "inter"), whole(row.hardware, "gpus_per_node") or per_node)
     if network is None and layout["devices"] > per_node:
         inferred.append("network between nodes as the machine catalogue has it")
     precision = words.precision(row.precision)
@@ -281,7 +290,7 @@ def _texts(row: Row, layout: dict[str, Any], inferred: list[str]) -> dict[str, A
         "memory_rate": words.memory_rate(name),
         "power": words.power_cap(name) or whole(row.hardware, "power_w"),
         "per_node": per_node,
-        "link_rate": words.link_rate(row.hardware.get("intra")),
+        "link_rate": words.link_rate(words_of(row.hardware, "intra")),
         "network_rate": network,
         "precision": precision,
         "recompute": recompute,

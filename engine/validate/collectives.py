@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from engine.cost.collectives import collective_seconds
 from engine.plan import Op
+from engine.spec import MAX_DEVICES
 from engine.validate import words
-from engine.validate.case import PER_NODE, whole
+from engine.validate.case import PER_NODE, whole, words_of
 from engine.validate.rows import Row, Unusable
 from engine.validate.spec_of import machine_with
 
@@ -56,12 +57,14 @@ def call_of(row: Row) -> Call:
     ranks = whole(row.parallel, "gpus")
     if ranks is None or ranks < 2:
         raise Unusable("not published: number of devices")
-    name, inferred = str(row.hardware.get("gpu") or ""), []
+    if ranks > MAX_DEVICES:
+        raise Unusable("more devices than Lockstep plans for", str(ranks))
+    name, inferred = words_of(row.hardware, "gpu") or "", []
     per_node = whole(row.hardware, "gpus_per_node")
     if per_node is None:
         per_node = PER_NODE
         inferred.append(f"{PER_NODE} devices in a node")
-    network = words.network_rate(row.hardware.get("inter"), per_node)
+    network = words.network_rate(words_of(row.hardware, "inter"), per_node)
     if network is None and ranks > per_node:
         inferred.append("network between nodes as the machine catalogue has it")
     machine = machine_with(words.device(name), per_node=per_node, network_rate=network)

@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.cost.catalogue import MACHINES, MEMORY_REACHED, network
 from engine.cost.hardware import EVERYBODY, Machine
+from engine.matching import PlanError
 from engine.predict import predict
 from engine.rules import SpecError
 from engine.spec import Spec
@@ -42,6 +43,8 @@ def predicted(case: Case) -> Predicted:
     spec, inferred = spec_of(case)
     try:
         seconds, memory = _predict(spec, machine_of(case))
+    except PlanError as error:
+        raise Unusable("Lockstep cannot simulate it", str(error).partition("\n")[0]) from None
     except SpecError as error:
         raise Unusable(f"Lockstep cannot plan it: {error.code.replace('_', ' ')}", str(error)) from None
     if not math.isfinite(seconds) or seconds <= 0:

@@ -66,6 +66,8 @@ REFUSED = {
     "part of a shape": ({"model": {"heads": None}}, "heads of the model"),
     "text for a number": ({"parallel": {"gpus": "128-512"}}, "gpus is not one whole number"),
     "a truth value for a number": ({"parallel": {"tp": True}}, "tp is not one whole number"),
+    "a number for a text": ({"hardware": {"inter": 7}}, "inter is not a text"),
+    "a number beyond all": ({"parallel": {"gpus": 10**30}}, "gpus is not one whole number"),
     "no micro-batch": ({"batch": {"micro": None}}, "micro-batch"),
     "degrees that do not multiply": ({"parallel": {"dp": 3}}, "degrees do not multiply"),
     "a batch that does not divide": ({"batch": {"global": 62}}, "batch does not divide"),
