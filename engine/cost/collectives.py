@@ -28,6 +28,10 @@ from engine.plan import Op
 
 # Of a ring's rate, what the two trees reach: they keep a rank's links less evenly busy (NCCL, tuning.cc: 0.92).
 TREE_RATE = 0.92
+# Seconds until a GPU works again when its host waited for a message before it went on, as Megatron-LM does
+# (p2p_communication.py: torch.cuda.synchronize after each exchange): Python of a pass, and its first launches. The
+# order of magnitude is assumed.
+HOST_WAIT = 1e-4
 SWITCH_LATENCY = 25e-6  # seconds (NCCL, tuning.cc: of NVLS)
 
 
@@ -53,7 +57,8 @@ def rounds_and_bytes(op: Op, group: int) -> tuple[float, float]:
 def communication_seconds(op: Op, group: Sequence[int], machine: Machine) -> float:
     """Seconds of a collective among the ranks of `group`, or of a message between two."""
     if op.kind == "send":
-        return message_seconds(op.bytes, machine, _spanned(group, machine)[-1][1])
+        waits = 0.0 if op.asynchronous or not machine.sms else HOST_WAIT
+        return waits + message_seconds(op.bytes, machine, _spanned(group, machine)[-1][1])
     return collective_seconds(op, group, machine)
 
 

@@ -276,6 +276,8 @@ def _texts(row: Row, layout: dict[str, Any], inferred: list[str]) -> dict[str, A
     network = words.network_rate(words_of(row.hardware, "inter"), whole(row.hardware, "gpus_per_node") or per_node)
     if network is None and layout["devices"] > per_node:
         inferred.append("network between nodes as the machine catalogue has it")
+    if network is not None:
+        network /= words.interference(row.notes)
     precision = words.precision(row.precision)
     if precision is None:
         precision = "fp16"

@@ -105,6 +105,9 @@ def schedules(rows: Sequence[Compared]) -> dict[str, Any] | None:
             for each in family
             if each is not plain
         }
+        for each in family:
+            if each is not plain and (ideal := _of_idle_time(each, plain)) is not None:
+                ratios[each.row.id]["of_idle_time"] = ideal
         worst = max(abs(ratio["predicted"] / ratio["measured"] - 1) for ratio in ratios.values())
         cells.append(
             {
@@ -117,11 +120,19 @@ def schedules(rows: Sequence[Compared]) -> dict[str, Any] | None:
         )
     if not cells:
         return None
+    known = [ratio for cell in cells for ratio in cell["ratios_to_1f1b"].values() if "of_idle_time" in ratio]
     return {
+        "worst_of_idle_time": max((abs(r["of_idle_time"] / r["measured"] - 1) for r in known), default=None),
         "cells": cells,
         "cells_right": sum(cell["pairs_right"] == cell["pairs"] for cell in cells),
         "worst_ratio_error": max(cell["worst_ratio_error"] for cell in cells),
     }
+
+
+def _of_idle_time(each: Compared, plain: Compared) -> float | None:
+    """The ratio to 1F1B that follows from the idle parts of a step which the source itself works out, if it does."""
+    idle = [one.row.metric("theoretical_bubble_rate") for one in (each, plain)]
+    return None if None in idle else (1 - idle[0].value) / (1 - idle[1].value)
 
 
 def scaling(rows: Sequence[Compared]) -> dict[str, Any] | None:

@@ -48,6 +48,7 @@ def validate(published: Published, predict: Predict, *, rows: bool = False) -> d
         "sets": [_set(name, by_group[name], calls_of[name], unused[name], floors) for name in groups],
         "published_floor": published.meta.get("floor_model", {}),
     }
+    report["overall_from"] = _contributions(new)
     report["targets"] = targets(report)
     if rows:
         report["rows"] = lines(used, floors)
@@ -66,6 +67,14 @@ def validate(published: Published, predict: Predict, *, rows: bool = False) -> d
         ]
         report["rows_not_used"] = [{"id": named, "set": group, "why": str(why)} for named, group, why in not_used]
     return report
+
+
+def _contributions(rows: Sequence[Compared]) -> dict[str, float]:
+    """Of the mean error of all rows, what each set adds to it, largest first."""
+    parts = defaultdict(float)
+    for each in rows:
+        parts[each.row.group] += abs(each.error) / len(rows)
+    return dict(sorted(parts.items(), key=lambda part: -part[1]))
 
 
 def floor_seconds(used: Sequence[Compared]) -> dict[str, float]:

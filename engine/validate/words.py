@@ -96,6 +96,12 @@ def _giga(prefix: str) -> float:
     return 1e12 if prefix == "T" else 1e9
 
 
+def interference(notes: str) -> float:
+    """How many times slower collectives of several groups are beside each other than alone, where a row says so."""
+    found = re.search(r"NCCL interference raises time ~(\d+)\s*%", notes)
+    return 1 + float(found[1]) / 100 if found else 1.0
+
+
 def link_rate(text: str | None) -> float | None:
     """Bytes a second in one direction of a device's links within its node; None where it is not said.
 

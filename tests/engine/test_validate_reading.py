@@ -176,6 +176,12 @@ def test_memory_rates_are_read_where_a_name_has_them():
     assert words.power_cap("H100-SXM 96GB HBM2e 2.4TB/s, 500W cap") == 500 and words.power_cap("H100") is None
 
 
+def test_interference_is_what_a_row_says():
+    notes = "no gradient bucketing; NCCL interference raises time ~30% vs isolated"
+    alone = case(hardware={"inter": "8x200Gb/s"}).network_rate
+    assert case(notes=notes, hardware={"inter": "8x200Gb/s"}).network_rate == pytest.approx(alone / 1.3)
+
+
 def test_words_for_what_replicas_share():
     texts = ["FSDP FULL_SHARD (ZeRO-3)", "FSDP SHARD_GRAD_OP (ZeRO-2)", "distributed optimizer, overlap", "FSDP2", 1]
     assert [words.zero_stage(text) for text in texts] == [3, 2, 1, 3, 1]
