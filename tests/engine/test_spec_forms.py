@@ -125,6 +125,14 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path, path):
 # There and back
 
 
+EXAMPLES = {
+    "slow_rank": ("0:2", "5:2,9:1.5"),
+    "slow_link": ("3-4:10", "0-1:1.5,2-3:4"),
+    "paced": ("h100", "unit"),
+    "leave_out": ("0:block1", "0:block1,1:block2"),
+}
+
+
 def random_spec(draw: random.Random) -> Spec:
     """Any values that a Spec by itself takes."""
     values = {}

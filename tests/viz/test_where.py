@@ -64,7 +64,7 @@ def test_ranks_of_one_role_share_a_bar_and_not_all_are_drawn():
     ran = simulated(predict(spec).simulation)
     info = where_info(ran, idle(ran))
     assert len(info.rows) == ROWS < info.total == 16
-    assert "first 12 of 16" in plot_where(info, EN).layout.annotations[0].text
+    assert "12 of 16 devices" in plot_where(info, EN).layout.annotations[0].text
 
 
 def test_the_critical_path_is_outlined_in_order_when_it_is_asked_for(pipeline):
