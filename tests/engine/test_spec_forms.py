@@ -146,6 +146,8 @@ def random_spec(draw: random.Random) -> Spec:
             values[field.name] = tuple(draw.randint(1, 9) for _ in range(draw.randint(1, 5)))
         elif field.name == "fault":
             values[field.name] = draw.choice(("raise@1:3", "slow@0:2:0.25", "gradient@3:0"))
+        elif field.name in EXAMPLES:
+            values[field.name] = draw.choice(EXAMPLES[field.name])
         elif field.name == "resume":
             values[field.name] = draw.choice(("20260101-120000-ddp2-abcd", "run:6", "last"))
         elif field.name == "schedule_file":
