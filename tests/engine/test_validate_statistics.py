@@ -92,8 +92,8 @@ def test_errors_of_predictions():
 
 
 def test_the_floor_is_a_median_of_rates():
-    """Loads 1, 2, 3 in 1, 1, 1 s: rates 1, 2, 3, the median 2, so it predicts 0.5, 1 and 1.5 s."""
-    assert statistics.floor([1, 2, 3], [1, 1, 1]) == pytest.approx([0.5, 1.0, 1.5])
+    """Loads 1, 2, 9 in 1, 1, 1 s: rates 1, 2, 9, the median 2, so it predicts 0.5, 1 and 4.5 s."""
+    assert statistics.floor([1, 2, 9], [1, 1, 1]) == pytest.approx([0.5, 1.0, 4.5])
 
 
 def test_the_floor_counts_the_pipelines_idle_time():

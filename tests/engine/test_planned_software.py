@@ -1,0 +1,61 @@
+"""What published software does beside its layout, as settings of planned models: what each changes in a plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine import modes
+from engine.cost.catalogue import MACHINES
+from engine.cost.collectives import HOST_WAIT, communication_seconds
+from engine.cost.kernels import matmul
+from engine.cost.matmul import UNALIGNED, kernel_seconds
+from engine.job import prepare
+from engine.plan import Op
+from engine.spec import Spec
+
+GPT = {"model": "gpt", "layers": 2, "hidden": 64, "heads": 4, "context": 32, "dataset": "synthetic", "machine": "a100"}
+
+
+def ops_of(**settings) -> list[Op]:
+    """Of the first rank."""
+    known = {"mode": "hybrid", "precision": "bf16", "global_batch": 8}
+    return list(modes.plan(prepare(Spec(**(GPT | known | settings)))).programs[0].ops)
+
+
+STAGES = {"devices": 4, "pp": 2, "tp": 2, "microbatches": 4}
+
+
+def test_a_scattered_message_is_a_part_of_it_and_is_gathered():
+    """An activation of 2 samples x 32 tokens x 64 numbers x 2 bytes, or half of it from each of 2 ranks."""
+    whole, parts = (ops_of(**STAGES, scatter_gather=value) for value in (None, True))
+    assert {op.bytes for op in whole if op.kind == "send"} == {8192}
+    assert {op.bytes for op in parts if op.kind == "send"} == {4096}
+    gathered = [op for op in parts if op.part == "message"]  # of each microbatch's gradient, which comes back here
+    assert {(op.kind, op.axis, op.bytes) for op in gathered} == {("all_gather", "tp", 4096)} and len(gathered) == 4
+
+
+def test_messages_that_are_waited_for_are_not_in_the_background():
+    for overlap, background in ((None, True), (False, False)):
+        sent = [op for op in ops_of(**STAGES, overlap=overlap) if op.kind == "send"]
+        assert len(sent) == 4 and all(op.asynchronous is background for op in sent)
+
+
+def test_a_host_that_waits_starts_over_again():
+    send = Op(kind="send", bytes=1000, axis="pp", peer=1, asynchronous=True)
+    took = [communication_seconds(op, (0, 1), MACHINES["a100"]) for op in (send, replace(send, asynchronous=False))]
+    assert took[1] - took[0] == pytest.approx(HOST_WAIT)
+
+
+def test_of_tokens_that_travel_beside_products_the_first_part_is_waited_for():
+    known = {"devices": 2, "tp": 2, "sequence_parallel": True}
+    whole, parts = (
+        [op.bytes for op in ops_of(**known, tp_overlap=value) if op.axis == "tp" and op.part.endswith("mlp")]
+        for value in (None, True)
+    )
+    assert [size // 2 for size in whole] == parts
+
+
+def test_operands_at_odd_places_take_longer():
+    """Rows of 108 numbers of 2 bytes do not begin at multiples of 16; those of 112 do."""
+    odd, even = (kernel_seconds(matmul(4096, size, 4096, 2), MACHINES["a100"]) for size in (108, 112))
+    assert odd > 0.9 * even / UNALIGNED
