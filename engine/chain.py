@@ -6,12 +6,14 @@ Shared by the plans of all modes, so that the same layer costs the same wherever
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.cost import kernels
 from engine.job import Job
 from engine.plan import Op
+from engine.settings import degree
 from engine.shapes import FP32, Layer
 from engine.spec import Spec
 
@@ -78,6 +80,7 @@ def backward(
             ops.append(dataclasses.replace(again, saved=max(0, layer.saved - there) * samples))
         traffic = 2 * layer.param_bytes + 2 * samples * (layer.saved + layer.output_bytes)
         work = {"flops": 2 * layer.flops * samples, "kernels": kernels.backward(layer.kernels, samples)}
+        work["scratch"] = layer.beside * samples + layer.beside_once
         ops.append(Op(kind="backward", part=layer.name, bytes=traffic, **work, **where))
     return ops
 
@@ -134,6 +137,7 @@ def whole_stage(ops: Sequence[Op]) -> Op:
         flops=sum(op.flops for op in ops),
         bytes=sum(op.bytes for op in ops),
         saved=sum(op.saved for op in ops),
+        scratch=max(op.scratch for op in ops),
         kernels=tuple(kernel for op in ops for kernel in op.kernels),
     )
 
@@ -182,7 +186,7 @@ def optimizer(layers: Sequence[Layer], spec: Spec) -> Op:
     copies = OPTIMIZER_COPIES[spec.optimizer]
     traffic = size * (3 + 2 * copies)
     if spec.master_weights:  # the fp32 ones are read and written, and copied to those that compute
-        traffic = numbers * FP32 * (3 + 2 * copies) + size
+        traffic = numbers * FP32 * (3 + 2 * copies) // _sharing(spec) + size
     return Op(kind="optimizer", bytes=traffic, flops=numbers * OPTIMIZER_FLOPS[spec.optimizer])
 
 
@@ -200,12 +204,36 @@ def clip(layers: Sequence[Layer], spec: Spec, axes: Sequence[tuple[str, int]] = 
 
 
 def standing_memory(layers: Sequence[Layer], spec: Spec) -> dict[str, int]:
-    """Bytes by category that a device keeps for the layers it holds, the whole step long."""
+    """Bytes by category that a device keeps for the layers it holds, the whole step long.
+
+    With weights of two bytes beside others in fp32, gradients add up in fp32, and state is the fp32 weights and the
+    moments: 2 + 4 + 12 bytes of a parameter (Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1, where gradients
+    have 2), of which replicas may share the last (ZeRO-1). Each product that is a weight's gradient is made in a
+    tensor of two bytes, one for each matrix of a block, which Transformer Engine keeps (get_dummy_wgrad).
+    """
     size = sum(layer.param_bytes for layer in layers)
     if spec.master_weights:
         numbers = FP32 * sum(layer.num_params for layer in layers)
-        moments = numbers * OPTIMIZER_COPIES[spec.optimizer]
-        return {"parameters": size, "gradients": numbers, "optimizer": numbers + moments}
+        state = numbers * (1 + OPTIMIZER_COPIES[spec.optimizer])
+        held = {"parameters": size, "gradients": numbers, "optimizer": math.ceil(state / _sharing(spec))}
+        return held | {"weight gradients": made_in(layers)}
     counters = STEP_COUNTER[spec.optimizer] * sum(len(layer.params) for layer in layers)
     copies = size * OPTIMIZER_COPIES[spec.optimizer]
     return {"parameters": size, "gradients": size, "optimizer": copies + counters}
+
+
+def _sharing(spec: Spec) -> int:
+    """Ranks that share the optimizer's state: replicas, and those that have tokens of the same sequences."""
+    return degree(spec, "dp") * degree(spec, "cp") if spec.share_optimizer else 1
+
+
+def made_in(layers: Sequence[Layer]) -> int:
+    """Bytes of one tensor of each matrix that blocks have; experts share theirs."""
+    matrices = {
+        (name.split(".", 2)[-1] if name.startswith("experts.") else name, shape, layer.item)
+        for layer in layers
+        if layer.name.startswith("block")
+        for name, shape in layer.params
+        if len(shape) == 2
+    }
+    return sum(item * math.prod(shape) for _, shape, item in matrices)

@@ -36,6 +36,8 @@ class Decoder:
     item: int
     rotary: bool
     flash: bool  # attention never writes its scores
+    fused: bool  # norms keep what they are given, which is there already, and no copy of it
+    dropout: bool  # behind attention and MLP, and of scores where these are written, with a mask of a byte each
     latent: Latent | None
 
     @classmethod
@@ -53,8 +55,15 @@ class Decoder:
             item=item,
             rotary=spec.positions == "rotary",
             flash=spec.flash is not False,
+            fused=bool(spec.master_weights),
+            dropout=bool(spec.dropout),
             latent=LATENT.get(spec.model),
         )
+
+    @property
+    def repeats_scores(self) -> bool:
+        """Whether recomputing selectively repeats nothing but scores (Korthikanti et al. 2022, section 5)."""
+        return self.fused and not self.flash
 
     # --- attention ------------------------------------------------------------------------------------------------
 
@@ -95,11 +104,16 @@ class Decoder:
         return (2 * c * self.attention_products() + 2 * 2 * c * c * width) // ranks
 
     def attention_saved(self, ranks: int = 1) -> int:
-        """Queries, keys and values, a log-sum-exp a head, and attention's output; or, where they are written, the
-        scores' probabilities."""
+        """Queries, keys and values, and attention's output; and what is between them."""
+        return self.item * self.context * (self.qkv(ranks) + self.queries(ranks)) + self.scores_saved(ranks)
+
+    def scores_saved(self, ranks: int = 1) -> int:
+        """A log-sum-exp a head; or, where they are written, the scores' probabilities, with dropout a mask and what it
+        left (Korthikanti et al. 2022, section 4.1: 5 a s^2 b bytes)."""
         c = self.context
-        square = FP32 * c * self.heads // ranks if self.flash else self.item * c * c * self.heads // ranks
-        return self.item * c * (self.qkv(ranks) + self.queries(ranks)) + square
+        if self.flash:
+            return FP32 * c * self.heads // ranks
+        return (2 * self.item + 1 if self.dropout else self.item) * c * c * self.heads // ranks
 
     def attention_kernels(self, ranks: int = 1) -> Kernels:
         before, after = self.around_attention(ranks)
@@ -149,6 +163,10 @@ class Decoder:
         """What the activation is given and what it gives; that of a gate is fused with the product."""
         return self.item * self.context * (ffn or self.ffn) * (3 if self.gated else 2) // ranks
 
+    def mlp_beside(self, ranks: int = 1) -> int:
+        """Gradients of what the activation gives and of what it is given, which exist while an MLP goes back."""
+        return self.mlp_saved(ranks)
+
     def mlp_products(self, ranks: int = 1, ffn: int | None = None) -> int:
         """Bytes of the results of its matrices but the last."""
         return self.item * self.context * (ffn or self.ffn) * (2 if self.gated else 1) // ranks
@@ -164,6 +182,18 @@ class Decoder:
         )
 
     # --- what is done to each token ---------------------------------------------------------------------------------
+
+    def norm_saved(self, tokens: int | None = None) -> int:
+        """Bytes that a norm keeps: its output, which is a product's input, its scale, and, where it is taken in steps,
+        its input without the weight; else it needs its input, which is kept as what it is the output of."""
+        h = self.hidden
+        return self.item * (tokens or self.context) * (h if self.fused else norm_saved(h)) + (
+            FP32 * (tokens or self.context) if self.fused else 0
+        )
+
+    def sum_saved(self, tokens: int | None = None) -> int:
+        """Bytes of a sum of what went round a part of a block and what came through, and of a mask."""
+        return (self.item + self.dropout) * (tokens or self.context) * self.hidden
 
     def norm_kernels(self, tokens: int | None = None) -> Kernels:
         """Reads and writes; backward reads two and writes one."""
@@ -182,6 +212,16 @@ class Decoder:
 
     def logits_kernels(self, vocabulary: int, ranks: int = 1) -> Kernels:
         return (kernels.matmul(self.context, vocabulary // ranks, self.hidden, self.item),)
+
+    def logits_saved(self, vocabulary: int, ranks: int = 1) -> int:
+        """Their logarithms; or, of logits of two bytes, the softmax in fp32."""
+        return (FP32 if self.fused else self.item) * self.context * vocabulary // ranks
+
+    def logits_beside(self, vocabulary: int, ranks: int = 1, *, fused: bool) -> tuple[int, int]:
+        """While the head goes back, of a sample: its logits as they were made, unless the loss is one kernel; and once:
+        the weight's gradient, which is then added to the one in fp32."""
+        logits = 0 if fused else self.item * self.context * vocabulary // ranks
+        return logits, self.item * vocabulary * self.hidden // ranks
 
     def loss_kernels(self, vocabulary: int, ranks: int = 1) -> Kernels:
         """The logits are made fp32; largest, exponentials and their sum each go over them once, and the logarithms are

@@ -182,8 +182,12 @@ def _prepare(spec: Spec) -> Job:
         defaults.pop("schedule", None)  # the order is in the file
     if spec.model in PRESETS and "precision" in MODE_SETTINGS[spec.mode] and spec.precision is None:
         defaults["precision"] = PRESETS[spec.model].precision
+    defaults["optimizer"] = spec.optimizer or ("adamw" if spec.model in PRESETS else "sgd")
+    if spec.model in PRESETS and spec.master_weights is None:  # as they are trained: two bytes beside four
+        precision = spec.precision or defaults.get("precision")
+        defaults["master_weights"] = True if precision != "fp32" else None
     if spec.lr is None:
-        defaults["lr"] = LEARNING_RATES[spec.optimizer]
+        defaults["lr"] = LEARNING_RATES[defaults["optimizer"]]
     if spec.dataset is None:
         defaults["dataset"] = MODEL_DATASETS[spec.model][0]
     spec = check_paced(check_compression(spec).with_(**defaults))

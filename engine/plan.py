@@ -45,6 +45,7 @@ class Op:
     bytes: int = 0
     flops: int = 0
     saved: int = 0
+    scratch: int = field(default=0, compare=False)  # bytes that are there while a compute op lasts, and no longer
     kernels: Kernels = field(default=(), compare=False)  # how a compute op does it, where that is known
 
     @property

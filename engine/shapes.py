@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -43,6 +43,8 @@ class Layer:
     item: int = FP32  # bytes of a number
     products: int = 0  # bytes of its output and the results of its matrix products, where those are less than `saved`
     last_flops: int = 0  # of a product at its end, of which backward does not need the result
+    beside: int = 0  # bytes of a sample that are there while the layer goes back, and no longer
+    beside_once: int = 0  # and those that do not grow with samples
     kernels: Kernels = ()  # of the forward pass of one sample; none where only FLOPs and bytes are known
 
     @property
@@ -125,20 +127,24 @@ def _decoder(spec: Spec, sizes: Decoder, vocabulary: int) -> tuple[Layer, ...]:
     embed_params = (("token.weight", (vocabulary, h)),)
     if spec.positions in (None, "learned"):
         embed_params += (("position.weight", (c, h)),)
-    embed = Layer("embed", embed_params, 0, (c, h), item * c * h, item, kernels=sizes.embed_kernels())
+    embed = Layer("embed", embed_params, 0, (c, h), sizes.sum_saved(), item, kernels=sizes.embed_kernels())
     dense = [_block(sizes), _block(sizes, spec.dense_ffn)]
     routed = _routed(dense[0], sizes, spec) if family(spec.model) == "moe" else dense[0]
     blocks = []
     for i in range(spec.layers):
         params, flops, saved, products, last, kernels = dense[1] if i < (spec.dense_layers or 0) else routed
-        block = Layer(f"block{i + 1}", params, flops, (c, h), saved, item, products, last, kernels)
+        block = Layer(f"block{i + 1}", params, flops, (c, h), saved, item, products, last, kernels=kernels)
+        block = replace(block, beside=sizes.mlp_beside() if sizes.fused else 0)
         blocks.append(block)
     # A copy of a tied embedding is held by the last of several stages.
     copied = not spec.tied or spec.mode in ("layer_split", "pipeline") or (spec.pp or 1) > 1
     head_params = (("norm.weight", (h,)), *((("linear.weight", (vocabulary, h)),) if copied else ()))
-    flops, saved = 2 * c * h * vocabulary, item * c * (norm_saved(h) + vocabulary)
+    flops, saved = 2 * c * h * vocabulary, sizes.norm_saved() + sizes.logits_saved(vocabulary)
     kernels = (*sizes.norm_kernels(), *sizes.logits_kernels(vocabulary), *sizes.loss_kernels(vocabulary))
     head = Layer("head", head_params, flops, (c, vocabulary), saved, item, last_flops=flops, kernels=kernels)
+    if sizes.fused:
+        beside, once = sizes.logits_beside(vocabulary, fused=bool(spec.fused_loss))
+        head = replace(head, beside=beside, beside_once=once)
     return (embed, *blocks, head)
 
 
@@ -150,10 +156,12 @@ def _block(sizes: Decoder, ffn: int | None = None) -> _Block:
     h, c, item = sizes.hidden, sizes.context, sizes.item
     params = (*sizes.attention_params(), ("norm2.weight", (h,)), *sizes.mlp_params(ffn))
     # Kept: two norms, attention's, the sum, the MLP's, the last sum.
-    saved = item * c * (2 * norm_saved(h) + 2 * h) + sizes.attention_saved() + sizes.mlp_saved(ffn=ffn)
+    saved = 2 * (sizes.norm_saved() + sizes.sum_saved()) + sizes.attention_saved() + sizes.mlp_saved(ffn=ffn)
     # Its output, what attention keeps, and the results of its last matrix and of those of the MLP.
     last = 2 * c * h * (ffn or sizes.ffn)
     products = item * c * 3 * h + sizes.mlp_products(ffn=ffn) + sizes.attention_saved()
+    if sizes.repeats_scores:
+        products = saved - sizes.scores_saved()
     flops = sizes.attention_flops() + sizes.mlp_flops(ffn=ffn)
     kernels = (
         *sizes.norm_kernels(), *sizes.attention_kernels(), *sizes.sum_kernels(),

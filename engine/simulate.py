@@ -75,8 +75,11 @@ def simulate(plan: Plan, machine: Machine, slow: Slow = NOTHING) -> Simulation:
     start, end = schedule(graph, seconds)
     if machine.cores:
         start, end = on_shared_cores(graph, seconds, machine)
-    peaks = [peaks_of(Ops.of(program.ops), 0) for program in plan.programs]
-    memory = [by_category(program.memory, kept) for program, (kept, _) in zip(plan.programs, peaks, strict=True)]
+    peaks = [peaks_of(Ops.of(program.ops)) for program in plan.programs]
+    memory = [
+        by_category(program.memory | {"at work": beside}, kept)
+        for program, (kept, beside, _) in zip(plan.programs, peaks, strict=True)
+    ]
     return Simulation(
         plan,
         graph,
@@ -86,7 +89,7 @@ def simulate(plan: Plan, machine: Machine, slow: Slow = NOTHING) -> Simulation:
         _bytes_sent(graph),
         memory,
         [sum(held.values()) for held in memory],
-        [in_flight for _, in_flight in peaks],
+        [in_flight for *_, in_flight in peaks],
         _waited(graph, end - start - seconds),
     )
 
@@ -167,10 +170,10 @@ def _crowd(graph: Graph, seconds: np.ndarray, share: float) -> None:
             seconds[after] = slowed(*columns, share)
 
 
-def peaks_of(ops: Ops, standing: int) -> tuple[int, int]:
-    """(most bytes at once, most passes in flight at once) of one program. A microbatch is in flight in a stage from its
-    first forward op there to its last backward op there; in two stages of one rank it is so twice. `standing` bytes are
-    held the whole step long."""
+def peaks_of(ops: Ops) -> tuple[int, int, int]:
+    """(bytes kept, bytes needed by the op that is on, when these are most together; most passes in flight at once) of
+    one program. A microbatch is in flight in a stage from its
+    first forward op there to its last backward op there; in two stages of one rank it is so twice."""
     microbatch = ops.microbatch + 1
     if microbatch.max(initial=0) > len(ops):  # keys below must be small numbers, and microbatches may not be
         microbatch = np.unique(microbatch, return_inverse=True)[1]
@@ -205,7 +208,12 @@ def peaks_of(ops: Ops, standing: int) -> tuple[int, int]:
     in_flight[started] = 1
     in_flight[done] -= 1
     loaded = max((op.saved for op in ops.templates if op.kind == "load"), default=0)  # a batch goes when the next comes
-    return standing + loaded + int(held.cumsum().max(initial=0)), int(in_flight.cumsum().max(initial=0))
+    scratch = np.array([op.scratch for op in ops.templates], dtype=np.int64)[ops.which]
+    # What an op frees is there until it ends, beside what it needs while it lasts.
+    during = np.concatenate([[0], held.cumsum()]) + np.concatenate([scratch, [0]])
+    at = int(during.argmax())
+    beside = int(scratch[at]) if at < len(scratch) else 0
+    return loaded + int(during[at]) - beside, beside, int(in_flight.cumsum().max(initial=0))
 
 
 def _is_first(keys: np.ndarray) -> np.ndarray:

@@ -35,6 +35,7 @@ ON_LATER_DEVICES = 0.62
 # Their optimizer steps before it knows the norm of all gradients, and takes the step back where that is too large.
 HIDES_ITS_RAMP = ("zb_h2", "zb_2p", "zbv")
 ZERO_BUBBLE = (*HIDES_ITS_RAMP, "interleaved_zero_bubble")
+FUSED_LOSS = "cross-entropy fusion on"
 SHARED = ("ddp", "zero1", "zero2", "fsdp")  # the mode in which replicas share what a stage of ZeRO says
 
 
@@ -62,6 +63,8 @@ def spec_of(case: Case) -> tuple[Spec, tuple[str, ...]]:
     stack = stack_of(case.row)
     inferred = ["software as of today: attention never writes its scores"] if stack == TODAY else []
     settings = _model(case) | _layout(case, inferred) | {"flash": stack.flash, "master_weights": True}
+    settings["dropout"] = True if stack.dropout and not case.gated else None  # Llama and its like have none
+    settings["fused_loss"] = True if FUSED_LOSS in case.row.notes else None
     # The runtime of zero-bubble schedules issues messages as ops of their own, beside what it computes.
     settings["overlap"] = None if stack.overlaps or case.schedule in ZERO_BUBBLE else False
     if case.sequence_parallel and stack.tp_overlaps:
@@ -123,7 +126,7 @@ def _layout(case: Case, inferred: list[str]) -> dict[str, Any]:
     shared = case.zero == 3 or (case.zero and case.pp > 1)
     degrees |= {"fsdp": case.shards, "dp": case.dp // case.shards} if shared else {"dp": case.dp, "fsdp": 1}
     if case.zero in (1, 2) and not shared:
-        inferred.append("optimizer state not shared: in Lockstep, beside tp and without pp, replicas share all or none")
+        degrees["share_optimizer"] = True
     if case.sequence_parallel:
         degrees["sequence_parallel"] = True
     if case.pp == 1:

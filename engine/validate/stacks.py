@@ -20,6 +20,7 @@ class Stack(NamedTuple):
     first_flash: bool  # attention in one kernel as in 2022, before FlashAttention 2
     tp_overlaps: bool  # tokens of tensor ranks travel in parts while products work on others
     one_card: bool  # what is gathered leaves a node by one network card at a time
+    dropout: bool  # of 0.1, as Megatron-LM has it by default (arguments.py), where the model is a GPT
     scatters: bool  # tensor ranks send their own parts of a message between stages (Narayanan et al. 2021, section 4.1)
 
 
@@ -33,11 +34,12 @@ EARLY = {
     "whole_blocks": True,
     "tp_overlaps": False,
     "one_card": False,
+    "dropout": True,
     "scatters": True,
 }
 # Since then FlashAttention is the default, and communication overlaps.
 LATE = EARLY | {"flash": True, "overlaps": True}
-PYTORCH = LATE | {"whole_blocks": False, "scatters": False}
+PYTORCH = LATE | {"whole_blocks": False, "scatters": False, "dropout": False}
 # The first whose pattern is found in a row's source, set, schedule and notes.
 STACKS = (
     (r"no_scatter_gather", Stack("Megatron-LM of 2021 without scattered messages", **(EARLY | {"scatters": False}))),

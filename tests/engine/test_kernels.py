@@ -106,7 +106,9 @@ def test_the_optimizer_moves_30_bytes_of_a_parameter_with_master_weights():
     job = prepare(spec)
     held = sum(layer.num_params for layer in job.layers)
     assert chain.optimizer(job.layers, job.spec).bytes == 30 * held
-    assert sum(chain.standing_memory(job.layers, job.spec).values()) == 18 * held
+    memory = chain.standing_memory(job.layers, job.spec)
+    assert sum(memory[name] for name in ("parameters", "gradients", "optimizer")) == 18 * held
+    assert memory["weight gradients"] == 2 * 12 * 12_288**2  # of a block's matrices
 
 
 def test_a_kernel_never_takes_less_than_its_launch():

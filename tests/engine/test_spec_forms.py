@@ -154,8 +154,10 @@ def random_spec(draw: random.Random) -> Spec:
             values[field.name] = draw.choice(("0F0,0B0\n", "0F0,0B0\n1F0,1B0\n"))
         elif field.name == "data_dir":
             values[field.name] = draw.choice(("data", "a b", "数据/mnist", "x&y=z", "None"))
-        elif field.name == "machine":
+        elif field.name in ("machine", "paced"):
             values[field.name] = draw.choice(list(MACHINES))
+        elif field.name in ("slow_rank", "slow_link"):
+            values[field.name] = {"slow_rank": "5:2,9:1.5", "slow_link": "3-4:10"}[field.name]
         elif type_of(field)[0] is bool:
             values[field.name] = draw.random() < 0.5
         elif type_of(field)[0] is float:

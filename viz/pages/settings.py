@@ -57,6 +57,8 @@ MORE = (
     ("scatter_gather",),
     ("tp_overlap",),
     ("master_weights",),
+    ("share_optimizer",),
+    ("dropout", "fused_loss"),
     ("shared_experts", "dense_layers"),
     ("dense_ffn",),
     ("optimizer", "clip"),

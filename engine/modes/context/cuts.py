@@ -37,7 +37,7 @@ def own_tokens(job: Job) -> Job:
 
     def own(layer: Layer) -> Layer:
         output = (layer.output[0] // ranks, *layer.output[1:])
-        share = {"flops": layer.flops // ranks, "saved": layer.saved // ranks}
+        share = {name: getattr(layer, name) // ranks for name in ("flops", "saved", "beside")}
         return dataclasses.replace(layer, output=output, kernels=of_part(layer.kernels, ranks), **share)
 
     return dataclasses.replace(job, layers=tuple(map(own, job.layers)), sample_bytes=job.sample_bytes // ranks)
@@ -96,7 +96,7 @@ def _around(job: Job, layer: Layer) -> tuple[Layer, Layer]:
     )  # fmt: skip
     after = piece(
         layer, "mlp", "proj", "norm2", "gate", "up", "down",
-        flops=2 * c * h * q + sizes.mlp_flops(), saved=rest + copy, output=(c, h),
+        flops=2 * c * h * q + sizes.mlp_flops(), saved=rest + copy, output=(c, h), beside=layer.beside,
         kernels=(
             *last, *sizes.sum_kernels(), *sizes.norm_kernels(), *sizes.mlp_kernels(), *sizes.sum_kernels(),
         ),

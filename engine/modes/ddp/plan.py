@@ -22,8 +22,10 @@ USED = "used parameters"
 
 def plan(job: Job, step: int) -> Plan:
     memory = chain.standing_memory(job.layers, job.spec)
-    memory["buckets"] = sum(layer.param_bytes for layer in job.layers)
-    memory["buckets"] += 2 * _used(job).bytes if job.spec.find_unused else 0  # and as much to send
+    if not job.spec.master_weights:  # whose gradients are views of one buffer
+        memory["buckets"] = sum(layer.param_bytes for layer in job.layers)
+    if job.spec.find_unused:
+        memory["buckets"] = memory.get("buckets", 0) + 2 * _used(job).bytes  # and as much to send
     if extra := kept(buckets(job.layers, job.spec.bucket_mb), job.layers, job.spec):
         memory["compression"] = extra
     ranks, apart = job.degree("dp"), left_out(job.spec)

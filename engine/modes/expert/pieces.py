@@ -3,7 +3,7 @@
 from engine.decoder import Decoder
 from engine.job import Job
 from engine.modes.tensor.shards import piece
-from engine.shapes import Layer, expert_kernels, norm_saved
+from engine.shapes import Layer, expert_kernels
 
 INT64 = 8  # bytes
 LATENT = ("q_down", "q_norm", "q_up", "kv_down", "kv_norm", "kv_up")
@@ -19,7 +19,7 @@ def pieces(job: Job, layer: Layer, arrived: int, samples: int) -> tuple[Layer, L
     attention = piece(
         layer, "attention", *ATTENTION,
         flops=sizes.attention_flops() + 2 * c * h * num + (sizes.mlp_flops(**whole) if shared else 0),
-        saved=item * c * (2 * norm_saved(h) + h + num) + sizes.attention_saved() + INT64 * c * 2 * k
+        saved=item * c * (h + num) + 2 * sizes.norm_saved() + sizes.attention_saved() + INT64 * c * 2 * k
         + (sizes.mlp_saved(**whole) if shared else 0),
         output=(c, h),
         kernels=(

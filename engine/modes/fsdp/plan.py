@@ -16,7 +16,7 @@ from engine.modes.fsdp.replicas import replicas_of
 from engine.modes.fsdp.turns import prefetched
 from engine.modes.fsdp.units import equal_ranks, gathered_bytes, padded_bytes, shard
 from engine.plan import Mesh, Op, Plan, Program
-from engine.shapes import Layer
+from engine.shapes import FP32, Layer
 
 Passes = Callable[[bool], list[Op]]  # whether gradients are reduced -> forward and backward
 
@@ -130,6 +130,9 @@ def sharing(
         shards = {i: shard(layer, ranks, run.start) for i, layer in held.items()}
         mine = list(shards.values())
         kept = {"parameters": padded, "gradients": max(least, padded)} | memory
+        if job.spec.master_weights:
+            whole = {"weight gradients": chain.made_in([*held.values()])}
+            kept = kept | {"gradients": kept["gradients"] * FP32 // job.item} | memory | whole
         holds = tuple(i for i, layer in shards.items() if layer.param_bytes)
         shares = tuple(shards[i].param_bytes / job.layers[i].param_bytes for i in holds)
         roles += [len(programs)] * len(run)

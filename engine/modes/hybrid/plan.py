@@ -72,6 +72,8 @@ def _whole(job: Job, mesh: Mesh, seat: Seat) -> tuple[list[Program], list[int]]:
     units = units_of(job, layers, job.micro_batch, seat)
     if is_shared(mesh):
         passes, gathered = passes_twice(job, mesh, units)
+        if job.spec.master_weights and mesh.degree("fsdp") == 1:  # replicas as Megatron-LM has them
+            gathered = 0
         return sharded_programs(job, mesh, layers, passes, gathered=gathered, tokens=tokens)
     steps = chain.microsteps(job, lambda k, synced: _alone(units))
     steps = [replace(op, part=tokens) if op.kind == "load" else op for op in steps]

@@ -22,7 +22,7 @@ from engine.modes.pipeline.plan import ONE_STAGE, load
 from engine.plan import Mesh, Op, Program
 from engine.schedules import Action, messages
 from engine.schedules.gathers import add_gathers
-from engine.shapes import Layer
+from engine.shapes import FP32, Layer
 
 Passes = dict[tuple[str, int], Sequence[Op]]  # (kind, stage) -> its ops
 
@@ -57,7 +57,7 @@ def in_stages(
         sums = [] if is_shared(mesh) else [op for stage in stages for op in passes["sums", stage]]
 
         def ops(update: Sequence[Op], row=row, passes=passes, before=before, sums=sums) -> Sequence[Op]:
-            around = {"before": before, "after": [*sums, *update]}
+            around = {"before": before, "after": [*sums, *update], "keep": not spec.master_weights}
             return messages.unrolled(row, passes, sizes, rank_of, **around, waits=spec.overlap is False)
 
         memory = _memory(job, mesh, kept) | beside(job, stages, pipelines, ends)
@@ -105,7 +105,7 @@ def _passes(
     cut = units_of(job, layers, samples_of(job), seat, stage=stage, turn=turn, sent=is_sent)
     if _scattered(job) > 1:
         cut = _gathering_messages(job, cut, stage, sent)
-    if is_sent:  # its output is kept by who gets it (`beside`)
+    if is_sent and not job.spec.master_weights:  # its output is kept by who gets it (`beside`)
         cut[-1] = replace(cut[-1], forward=_without(cut[-1].forward, sent))
     backward = [op for unit in reversed(cut) for op in unit.backward]
     gathers = [[*gather(unit.layer, job, mesh)] for unit in cut]
@@ -163,4 +163,6 @@ def _memory(job: Job, mesh: Mesh, kept: dict) -> dict[str, int]:
     group of one these are the shards' own."""
     ranks = mesh.degree("fsdp")
     size = sum(gathered_bytes(layer, ranks) for layer in kept.values())
+    if job.spec.master_weights:  # Megatron-LM's distributed optimizer: only its state is shared
+        return {"parameters": size, "gradients": FP32 // job.item * size}
     return {"gathered": size * (2 if ranks > 1 else 1) if is_shared(mesh) else 0}

@@ -17,6 +17,8 @@ def beside(job: Job, stages: Sequence[int], pipelines: list[range], ends: Sequen
     spec = job.spec
     ends = ends or [layers[-1] for layers in job.stages]
     sizes = [last.output_bytes * job.local_batch for last in ends]
+    if spec.master_weights:
+        return {"received": _in_passing(job, stages, pipelines, sizes)}
     received = outputs = 0
     for pipeline in pipelines:
         for stage in set(stages) & set(pipeline):
@@ -32,3 +34,11 @@ def beside(job: Job, stages: Sequence[int], pipelines: list[range], ends: Sequen
             if spec.schedule == "1f1b" and warmup > 1 and spec.microbatches >= 2 * warmup - 1:
                 outputs += sizes[stage] // spec.microbatches
     return {"received": received, "outputs": outputs}
+
+
+def _in_passing(job: Job, stages: Sequence[int], pipelines: list[range], sizes: Sequence[int]) -> int:
+    """Megatron-LM keeps of each message one that comes: an activation, which its stage then keeps in place of what it
+    sends on, and a gradient."""
+    into = [sizes[stage - 1] for line in pipelines for stage in stages if stage in line and stage != line[0]]
+    back = [sizes[stage] for line in pipelines for stage in stages if stage in line and stage != line[-1]]
+    return (max(into, default=0) + max(back, default=0)) // job.spec.microbatches

@@ -31,6 +31,7 @@ def plan(job: Job, step: int) -> Plan:
                 rank_of,
                 before=load(job, placement[rank], pipelines),
                 after=[*_exchange(job, placement[rank], pipelines), *_update(job, placement[rank])],
+                keep=not spec.master_weights,
             )
             for rank, actions in enumerate(order if has_messages else ADD_MESSAGES[spec.receives](order, pipelines))
         ]

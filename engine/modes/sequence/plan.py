@@ -14,7 +14,7 @@ from engine.modes.tensor.pieces import decoder, loss, with_loss
 from engine.modes.tensor.plan import assemble, names_of
 from engine.modes.tensor.shards import norms_of, piece
 from engine.plan import Op, Plan
-from engine.shapes import Layer, norm_saved
+from engine.shapes import Layer
 
 
 def plan(job: Job, step: int) -> Plan:
@@ -38,11 +38,11 @@ def forward(job: Job, layer: Layer) -> Cut:
     if layer.name == "embed":
         tokens = piece(layer, "tokens", "token", output=layer.output, kernels=layer.kernels)
         scatter = collective("reduce_scatter", "embed.tokens", layer.output_bytes)
-        return [tokens, scatter, piece(layer, "sum", "position", saved=job.item * math.prod(shard), output=shard)]
+        return [tokens, scatter, piece(layer, "sum", "position", saved=decoder(job).sum_saved(shard[0]), output=shard)]
     if layer.name == "head":
         norm = piece(layer, "norm", "norm", saved=_norm(job), output=shard, kernels=decoder(job).norm_kernels(shard[0]))
         gather = collective("all_gather", "head.logits", job.item * math.prod(shard))
-        return [norm, gather, *loss(job, layer, job.item * job.tokens * job.spec.hidden)]
+        return [norm, gather, *loss(job, layer, _gathered(job))]
     return _in_turn(_pieces(job, layer), "all_gather", "reduce_scatter")
 
 
@@ -70,7 +70,13 @@ def _tokens(job: Job) -> tuple[int, int]:
 def _norm(job: Job) -> int:
     """What a norm of a rank's tokens keeps but its output, which is gathered."""
     tokens, hidden = _tokens(job)
-    return job.item * tokens * (norm_saved(hidden) - hidden)
+    return decoder(job).norm_saved(tokens) - job.item * tokens * hidden
+
+
+def _gathered(job: Job) -> int:
+    """What is kept of all tokens, once they are gathered: DTensor keeps them; Megatron-LM a rank's own, and gathers
+    them again (Korthikanti et al. 2022, section 4.2.2)."""
+    return job.item * job.tokens * job.spec.hidden // (job.degree("tp") if decoder(job).fused else 1)
 
 
 def _in_turn(pieces: list[Layer], before: str, after: str) -> Cut:
@@ -91,28 +97,36 @@ def _in_turn(pieces: list[Layer], before: str, after: str) -> Cut:
 def _pieces(job: Job, layer: Layer) -> list[Layer]:
     """A block, cut wherever its tokens are gathered or scattered. DTensor keeps the gathered input of each pair."""
     (c, h), ranks, tokens, sizes = layer.output, job.degree("tp"), _tokens(job), decoder(job)
-    part, whole = layer.item * tokens[0] * h, layer.item * c * h
+    part, whole, total_saved = layer.item * tokens[0] * h, _gathered(job), sizes.sum_saved(tokens[0])
     norm, total = sizes.norm_kernels(tokens[0]), sizes.sum_kernels(tokens[0])
-    kept, made = sizes.attention_saved(ranks), sizes.mlp_saved(ranks)
+    kept, made, only = sizes.attention_saved(ranks), sizes.mlp_saved(ranks), sizes.repeats_scores
     return [
-        piece(layer, "norm1", "norm1", saved=_norm(job), output=tokens, kernels=norm),
+        piece(
+            layer, "norm1", "norm1",
+            saved=_norm(job), output=tokens, kernels=norm, products=_norm(job) if only else 0,
+        ),
         piece(
             layer, "attention", "qkv", "proj",
             flops=sizes.attention_flops(ranks),
             saved=whole + kept,
             output=layer.output,
-            products=whole + part + kept,
+            products=whole + kept - sizes.scores_saved(ranks) if only else whole + part + kept,
             kernels=sizes.attention_kernels(ranks),
         ),
-        piece(layer, "norm2", "norm2", saved=part + _norm(job), output=tokens, kernels=total + norm),
+        piece(
+            layer, "norm2", "norm2",
+            saved=total_saved + _norm(job), output=tokens, kernels=total + norm,
+            products=total_saved + _norm(job) if only else 0,
+        ),
         piece(
             layer, "mlp", "gate", "up", "down",
             flops=sizes.mlp_flops(ranks),
             saved=whole + made,
             output=layer.output,
-            products=whole + part + sizes.mlp_products(ranks),
+            products=whole + made if only else whole + part + sizes.mlp_products(ranks),
+            beside=sizes.mlp_beside(ranks) if sizes.fused else 0,
             last_flops=2 * c * h * sizes.ffn // ranks,
             kernels=sizes.mlp_kernels(ranks),
         ),
-        piece(layer, "sum", saved=part, output=tokens, products=part, kernels=total),
+        piece(layer, "sum", saved=total_saved, output=tokens, products=total_saved, kernels=total),
     ]  # fmt: skip

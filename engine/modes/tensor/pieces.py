@@ -7,7 +7,7 @@ from engine.decoder import Decoder
 from engine.job import Job
 from engine.modes.tensor.cuts import Cut, collective
 from engine.modes.tensor.shards import ATTENTION, MLP, piece
-from engine.shapes import FP32, Layer, norm_saved
+from engine.shapes import FP32, Layer
 
 
 def loss(job: Job, layer: Layer, normed: int) -> Cut:
@@ -36,8 +36,12 @@ def logits_of(job: Job, layer: Layer, normed: int) -> Layer:
     (context, vocabulary), ranks, sizes = layer.output, job.degree("tp"), decoder(job)
     flops, output = layer.flops // ranks, (context, vocabulary // ranks)
     work = (*(sizes.norm_kernels() if normed else ()), *sizes.logits_kernels(vocabulary, ranks))
-    saved = normed + layer.item * math.prod(output)
-    return piece(layer, "logits", "linear", flops=flops, saved=saved, output=output, last_flops=flops, kernels=work)
+    saved = normed + sizes.logits_saved(vocabulary, ranks)
+    made = piece(layer, "logits", "linear", flops=flops, saved=saved, output=output, last_flops=flops, kernels=work)
+    if sizes.fused:
+        beside, once = sizes.logits_beside(vocabulary, ranks, fused=bool(job.spec.fused_loss))
+        made = dataclasses.replace(made, beside=beside, beside_once=once)
+    return made
 
 
 def dense(job: Job, layer: Layer, style: str) -> Layer:
@@ -56,20 +60,23 @@ def halves(job: Job, layer: Layer) -> tuple[Layer, Layer]:
     """A block's two groups of matrices, each with the norm before it: only what is inside a group is cut."""
     (c, h), ranks, sizes = layer.output, job.degree("tp"), decoder(job)
     kept, made = sizes.attention_saved(ranks), sizes.mlp_saved(ranks)
+    only = sizes.repeats_scores
+    whole = sizes.norm_saved() + 2 * sizes.sum_saved() + made  # also the sum before it and the one after
     attention = piece(
         layer, "attention", *ATTENTION,
         flops=sizes.attention_flops(ranks),
-        saved=layer.item * c * norm_saved(h) + kept,
+        saved=sizes.norm_saved() + kept,
         output=layer.output,
-        products=layer.item * c * 2 * h + kept,
+        products=sizes.norm_saved() + kept - sizes.scores_saved(ranks) if only else layer.item * c * 2 * h + kept,
         kernels=(*sizes.norm_kernels(), *sizes.attention_kernels(ranks)),
     )  # fmt: skip
     mlp = piece(
         layer, "mlp", *MLP,
         flops=sizes.mlp_flops(ranks),
-        saved=layer.item * c * (norm_saved(h) + 2 * h) + made,  # also the sum before it and the one after
+        saved=whole,
         output=layer.output,
-        products=layer.item * c * 3 * h + sizes.mlp_products(ranks),  # of its own part and of all, and the sum after it
+        products=whole if only else layer.item * c * 3 * h + sizes.mlp_products(ranks),
+        beside=sizes.mlp_beside(ranks) if sizes.fused else 0,
         last_flops=2 * c * h * sizes.ffn // ranks,
         kernels=(*sizes.sum_kernels(), *sizes.norm_kernels(), *sizes.mlp_kernels(ranks)),
     )  # fmt: skip

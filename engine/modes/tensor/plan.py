@@ -13,7 +13,7 @@ from engine.modes.tensor.cuts import Cut, Way, collective, names_in, units
 from engine.modes.tensor.pieces import decoder, dense, halves, logits_of, loss, with_loss
 from engine.modes.tensor.shards import held, parameters_in, piece, styles
 from engine.plan import Mesh, Op, Plan, Program
-from engine.shapes import Layer, norm_saved
+from engine.shapes import Layer
 
 
 def plan(job: Job, step: int) -> Plan:
@@ -66,7 +66,7 @@ def forward(job: Job, layer: Layer) -> Cut:
             piece(layer, "sum", "position", output=whole, saved=layer.saved),
         ]
     if layer.name == "head":
-        return loss(job, layer, job.item * layer.output[0] * norm_saved(job.spec.hidden))
+        return loss(job, layer, decoder(job).norm_saved())
     if layer.name.startswith("block"):
         attention, mlp, size = *halves(job, layer), layer.output_bytes
         total = [collective("all_reduce", part.name, size) for part in (attention, mlp)]
