@@ -117,14 +117,9 @@ class Spec:
         "beside sequence_parallel, tokens are gathered and scattered in parts while products work on others; the plan "
         "has the part that is waited for (planned models)",
     )
-    share_optimizer: bool | None = _setting(
-        None,
-        "replicas share the optimizer's state, as in ZeRO-1 and Megatron-LM's distributed optimizer (planned models)",
-    )
+    share_optimizer: bool | None = _setting(None, "replicas share the optimizer's state, as in ZeRO-1 (planned models)")
     dropout: bool | None = _setting(None, "dropout, of which a mask is kept for backward (planned models)")
-    fused_loss: bool | None = _setting(
-        None, "the loss is one kernel, which keeps no copy of the logits in two bytes (planned models)"
-    )
+    fused_loss: bool | None = _setting(None, "the loss is one kernel, and keeps no copy of the logits (planned models)")
     scatter_gather: bool | None = _setting(
         None,
         "beside tp, each rank sends its part of a message between stages, which is gathered there, as in Megatron-LM "
@@ -202,9 +197,7 @@ class Spec:
     clip: float | None = _setting(
         None, "largest norm of all gradients together; larger ones are scaled", low=1e-6, high=1e6
     )
-    optimizer: str | None = _setting(
-        None, "the optimizer: sgd has momentum 0.9; published models have adamw", choices=OPTIMIZERS
-    )
+    optimizer: str | None = _setting(None, "sgd with momentum 0.9; adamw, as published models have", choices=OPTIMIZERS)
     lr: float | None = _setting(None, "learning rate", low=0.0, high=1e3)
     seed: int = _setting(0, "seed of weights, data order and synthetic data", low=0, high=2**31 - 1)
     machine: str = _setting("local", "the machine to simulate on")
