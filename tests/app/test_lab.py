@@ -10,6 +10,8 @@ from streamlit.testing.v1 import AppTest
 
 import engine
 from engine import modes
+from engine.job import prepare
+from engine.pictured import at_scale
 from engine.rules import RULES, SpecError
 from engine.spec import Spec
 from tests.app.reading import keys, numbers, query, words
@@ -67,6 +69,19 @@ def test_only_settings_that_apply_are_shown(lab: Lab, link: str, shown: set[str]
     assert not app.error
     assert keys(app) >= shown | {"mode", "model", "dataset", "global-batch", "steps", "lr", "machine", "device"}
     assert not keys(app) & hidden
+
+
+def test_a_scale_model_is_never_shown_without_its_factor(lab: Lab):
+    link = "mode=pipeline&devices=4&model=llama3_8b&microbatches=8"
+    assert "dilation" not in keys(lab(link)) and "Scale model" not in words(lab(link))
+    app = lab(f"{link}&paced=h100")
+    assert not app.error and not app.exception
+    assert {"paced", "dilation"} <= keys(app) and "machine" not in keys(app)
+    predicted = engine.simulate(Spec.from_params(query(app)))
+    assert f"Scale model {predicted.scale_model['ratio']} of NVIDIA H100" in words(app)
+    assert numbers(app)["Predicted step"] == show_seconds(predicted.step_time)
+    assert not app.button(key="run").disabled  # the model itself could not be run here
+    assert predicted.job.spec == at_scale(prepare(Spec.from_params(query(app)))).spec  # so a run is known by its link
 
 
 @pytest.mark.parametrize("mode", modes.MODES)
