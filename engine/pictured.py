@@ -29,9 +29,11 @@ from engine.simulate import Simulation, simulate
 
 STEP = 1.5  # seconds that a step takes, unless its ops are too many for that
 # Seconds of one core that a layer of a miniature takes in a pass, a message and a collective, with all that PyTorch
-# does around them; what DTensor and fully_shard add to a layer or a piece of it; and how much of two cores the ranks
-# may take together, to sleep most of the time. By processor time of the workers, 4 ranks, 16 layers, torch 2.13.
-LAYER_WORK, MESSAGE_WORK, COLLECTIVE_WORK, SHARDED_WORK, CUT_WORK = 1e-3, 4e-4, 1.8e-3, 2.5e-3, 4e-3
+# does around them; what a backward in halves, DTensor and fully_shard add to a layer or a piece of it; and how much of
+# two cores the ranks may take together, to sleep most of the time. By processor time of the workers, 4 ranks, torch
+# 2.13.
+LAYER_WORK, MESSAGE_WORK, COLLECTIVE_WORK = 1.1e-3, 1.2e-3, 1.8e-3
+HALF_WORK, SHARDED_WORK, CUT_WORK = 0.5e-3, 2.5e-3, 4e-3
 CORES, LOAD = 2, 0.4
 LARGER_MB = (100.0, 400.0, 1600.0, ONE_BUCKET_MB)  # of buckets, where those that were asked for cannot be had
 STARTS = 40  # gradients, the first ones, at which runs that are tried as buckets begin
@@ -213,7 +215,8 @@ def _work(program: Program, job: Job) -> float:
     ops, stages, each = Ops.of(program.ops), job.stages, []
     for op in ops.templates:
         if op.is_compute:
-            each.append(layer * (len(stages[op.stage]) if op.stage is not None and not op.part else 1))
+            half = HALF_WORK * (op.kind in ("backward_input", "backward_weight"))
+            each.append((layer + half) * (len(stages[op.stage]) if op.stage is not None and not op.part else 1))
         else:
             each.append(COLLECTIVE_WORK if op.kind in COLLECTIVES else MESSAGE_WORK)
     return float(np.array(each)[ops.which].sum())

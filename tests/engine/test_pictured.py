@@ -119,10 +119,10 @@ def test_the_factor_makes_a_step_last_a_second_and_a_half(settings: dict, second
 
 
 def test_many_ops_make_a_step_longer() -> None:
-    """64 microbatches on 4 stages of 5 layers: 4 x 64 x 2 passes of 5 layers of 1 ms take longer than 1.5 s."""
+    """64 microbatches on 4 stages of 5 layers: 4 x 64 x 2 passes of 5 layers of 1.1 ms take longer than 1.5 s."""
     spec = Spec(mode="pipeline", devices=4, paced="unit", model="gpt", layers=18, microbatches=64)
     job = prepare(spec)
-    least = 4 * 64 * 2 * 5 * 1e-3 / (2 * 0.4)  # on two cores, of which two fifths are theirs
+    least = 4 * 64 * 2 * 5 * 1.1e-3 / (2 * 0.4)  # on two cores, of which two fifths are theirs
     assert dilation(job, steady_step(job)) * steady_step(job).makespan > least
 
 
