@@ -191,9 +191,9 @@ def _check_schedule_file(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
     if stages > len(layers):
         names = {"model": spec.model, "layers": len(layers)}
         raise SpecError("stages_of_schedule_file", "schedule_file", stages, **names)
-    if spec.global_batch % count:
-        below = spec.global_batch // count * count
-        good = [batch for batch in (below, below + count) if batch]
+    if spec.global_batch % (pieces := count * (spec.accumulate or 1)):
+        below = spec.global_batch // pieces * pieces
+        good = [batch for batch in (below, below + pieces) if batch]
         raise SpecError("batch_of_schedule_file", "global_batch", spec.global_batch, suggest=good, microbatches=count)
     return spec.with_(**wanted)
 
@@ -319,12 +319,13 @@ def _enough_devices(spec: Spec, layers: tuple[Layer, ...]) -> list[int]:
 
 
 def _check_microbatches(spec: Spec) -> Spec:
-    batch = spec.global_batch // replicas(spec)
+    pieces = replicas(spec) * (spec.accumulate or 1)
+    batch = spec.global_batch // pieces
     enough = _possible_microbatches(spec, batch)
     if not enough:  # whatever microbatches is: the batch cannot be cut as the schedule asks
         good = schedules.rules.nearest(lambda size: bool(_possible_microbatches(spec, size)), batch)
         names = {"schedule": spec.schedule, "devices": degrees(spec)["pp"]}
-        good = [size * replicas(spec) for size in good]
+        good = [size * pieces for size in good]
         raise SpecError("batch_of_schedule", "global_batch", spec.global_batch, suggest=good, **names)
     if spec.microbatches is None:
         roomy = [d for d in enough if d >= 2 * degrees(spec)["pp"]]

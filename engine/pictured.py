@@ -93,7 +93,7 @@ def _small(job: Job) -> Job:
         measure_memory=False,
         steps=job.steps,
         epochs=None,
-        global_batch=job.replicas * (spec.microbatches or job.microsteps),
+        global_batch=job.replicas * (spec.microbatches or 1) * job.microsteps,
         **_sizes(job),
     )
     found = prepare(small)

@@ -71,7 +71,7 @@ RULES = {
     "ring {setting} is at most {high}; it is {value}.",
     "batch_by_devices": "global-batch must be divisible by the number of devices ({devices}); it is {value}.",
     "batch_by_replicas": "global-batch must be divisible by the number of replicas ({replicas}); it is {value}.",
-    "batch_by_microbatches": "microbatches must divide the {batch} samples of each replica; it is {value}.",
+    "batch_by_microbatches": "microbatches must divide the {batch} samples of a replica at a time; it is {value}.",
     "batch_of_schedule": "global-batch must be cut into equal microbatches, as many as the schedule {schedule} can run "
     "on {devices} devices; it is {value}, and no number of them will do.",
     "batch_by_microsteps": "accumulate must divide the {batch} samples of a device in a step; it is {value}.",

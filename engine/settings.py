@@ -74,7 +74,7 @@ MODE_SETTINGS = {
 # Options of the training itself: the default, and the modes that have them.
 REPLICA_MODES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")  # each rank runs whole passes, and gradients are reduced
 OPTIONS = {
-    "accumulate": (1, ("single", *REPLICA_MODES, "local_sgd", "tensor", "sequence", "context", "hybrid")),
+    "accumulate": (1, tuple(MODE_SETTINGS)),
     "sync_every_microstep": (False, REPLICA_MODES),
     "leave_out": (None, ("ddp",)),
     "find_unused": (False, ("ddp",)),
@@ -88,17 +88,7 @@ for _option, (_default, _modes) in OPTIONS.items():
     for _mode in _modes:
         MODE_SETTINGS[_mode][_option] = _default
 # Why a mode has not got an option that one might look for there.
-_OWN_MICROBATCHES = "a pipeline adds up the gradients of its microbatches as it is"
-_WHOLE_BATCH = "all of its devices work on the same samples, and nothing is saved by cutting them"
-_ROUTED = "where tokens go is decided in each pass, and is planned for one pass a step"
-_SCATTERED = "it scatters the batch anew in every pass"
 REASONS = {
-    "accumulate": {
-        "pipeline": _OWN_MICROBATCHES,
-        "layer_split": _WHOLE_BATCH,
-        "expert": _ROUTED,
-        "data_parallel": _SCATTERED,
-    },
     "recompute": {
         "data_parallel": "its replicas are made anew in every pass",
         "context": "a layer would repeat its collectives, which are not planned",
@@ -111,8 +101,6 @@ REASONS = {
 }
 # Options that a mesh has not got where it has this axis of several coordinates, or this model.
 AXIS_REASONS = {
-    ("pp", "accumulate"): _OWN_MICROBATCHES,
-    ("moe", "accumulate"): _ROUTED,
     ("cp", "recompute"): REASONS["recompute"]["context"],
 }
 # Values that a model that runs does not take, and why.

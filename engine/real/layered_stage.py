@@ -22,7 +22,7 @@ class LayeredStage(MarkedStage):
 
     def begin_forward(self, chunk: int) -> None:
         super().begin_forward(chunk)
-        self.recorder.stage, self.recorder.microbatch = self.stage_index, chunk
+        self.recorder.stage, self.recorder.microbatch = self.stage_index, self.chunk
 
     def end_forward(self) -> None:
         if passed := self.submod.passed:

@@ -11,6 +11,7 @@ class MarkedStage(PipelineStage):
     """PyTorch's stage, noting each chunk's compute and each message in the order in which it issues them."""
 
     recorder: Recorder
+    first = 0  # microbatches of the step's earlier passes through the schedule
 
     def forward_one_chunk(self, fwd_chunk_id, *args, **kwargs):
         self.begin_forward(fwd_chunk_id)
@@ -20,9 +21,10 @@ class MarkedStage(PipelineStage):
         return output
 
     def begin_forward(self, chunk: int) -> None:
-        self.recorder.pace.begin("forward", self.stage_index, chunk)
-        self.forward_began, self.chunk = self.recorder.now(), chunk
-        self.recorder.doing = f"forward of microbatch {chunk}"
+        self.chunk = self.first + chunk
+        self.recorder.pace.begin("forward", self.stage_index, self.chunk)
+        self.forward_began = self.recorder.now()
+        self.recorder.doing = f"forward of microbatch {self.chunk}"
 
     def end_forward(self) -> None:
         """On the last stage the loss counts as the end of the forward, so its loss function calls this."""
@@ -33,11 +35,11 @@ class MarkedStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
         kind = "backward" if full_backward else "backward_input"
-        with self.going_back(kind, bwd_chunk_id):
+        with self.going_back(kind, self.first + bwd_chunk_id):
             return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id, last_backward=False):
-        with self.going_back("backward_weight", bwd_chunk_id):
+        with self.going_back("backward_weight", self.first + bwd_chunk_id):
             return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def going_back(self, kind: str, chunk: int) -> AbstractContextManager:
@@ -58,6 +60,10 @@ class MarkedStage(PipelineStage):
 
     def _noted(self, ops, kind: str, payload: str, chunk: int):
         for op in ops:
-            where = {"stage": self.stage_index, "microbatch": chunk, "peer": self.recorder.coordinate(op.peer, "pp")}
+            where = {
+                "stage": self.stage_index,
+                "microbatch": self.first + chunk,
+                "peer": self.recorder.coordinate(op.peer, "pp"),
+            }
             self.recorder.message(kind, payload=payload, size=op.tensor.nbytes, **where)
         return ops

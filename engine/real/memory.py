@@ -158,13 +158,14 @@ class InTurn:
         self.kept[-1] += self.ledger.now("activations")
 
     def held(self) -> list[dict[str, int]]:
-        """The first device has the optimizer, and all activations that are not another's."""
-        devices = []
-        for replica, kept in zip(self.replicas, self.kept, strict=True):
+        """The first device has the optimizer, and all activations that are not another's. In every micro-step each of
+        them goes forward, in turn."""
+        devices, most = [], [max(self.kept[i :: len(self.replicas)]) for i in range(len(self.replicas))]
+        for replica, kept in zip(self.replicas, most, strict=True):
             parameters = [*replica.parameters()]
             sizes = {"parameters": parameters, "gradients": [parameter.grad for parameter in parameters]}
             of_device = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in sizes.items()}
             devices.append(dict.fromkeys(CATEGORIES, 0) | of_device | {"activations": kept})
         devices[0] |= {name: self.ledger.held[name] for name in ("optimizer", "buffers")}
-        devices[0]["activations"] = self.ledger.held["activations"] - sum(self.kept[1:])
+        devices[0]["activations"] = self.ledger.held["activations"] - sum(most[1:])
         return devices

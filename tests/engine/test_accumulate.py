@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -101,21 +102,41 @@ def test_micro_steps_must_divide_a_device_s_samples():
     assert str(error.value) == told
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"mode": "data_parallel"},
-        {"mode": "layer_split"},
-        {"mode": "pipeline"},
-        {"mode": "hybrid", "dp": 2, "model": "moe"},
-        {"mode": "hybrid", "pp": 2},
-    ],
-)
-def test_where_it_means_nothing_it_is_refused_with_the_reason(settings):
+@pytest.mark.parametrize(("mode", "devices"), [("single", 1), ("local_sgd", 2)])
+def test_where_nothing_is_reduced_it_is_not_reduced_after_every_micro_step(mode, devices):
     with pytest.raises(SpecError) as error:
-        prepare(Spec(devices=2, accumulate=2, **settings))
+        prepare(Spec(mode=mode, devices=devices, **SYNCED))
     assert error.value.code == "option_of_mode"
     assert error.value.values["reason"] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings"),
+    [
+        ("layer_split", {}),
+        ("pipeline", {"microbatches": 4}),
+        ("pipeline", {"microbatches": 4, "schedule": "zbv", "layers": 4}),
+        ("hybrid", {"microbatches": 4, "pp": 2, "fsdp": 2, "devices": 4}),
+    ],
+)
+def test_stages_go_through_the_whole_schedule_once_for_each_micro_step(mode, settings):
+    """All that a schedule does for half of the batch, twice, with microbatches that count on; one update."""
+    each = settings.get("microbatches", 1)
+    halves = plan_of(mode, **settings, accumulate=2)
+    half = plan_of(mode, **settings | {"global_batch": SMALL["global_batch"] // 2})
+    for rank in range(halves.world_size):
+        once = [op for op in half.program(rank).ops if op.kind != "optimizer"]
+        first = [replace(op, microbatch=0) if op.kind == "load" else op for op in once]
+        second = [op if op.microbatch is None else replace(op, microbatch=op.microbatch + each) for op in first]
+        *twice, update = halves.program(rank).ops
+        assert twice == [*first, *second] and update.kind == "optimizer"
+        assert halves.program(rank).memory == half.program(rank).memory
+
+
+def test_microbatches_must_divide_the_samples_of_a_micro_step():
+    with pytest.raises(SpecError) as error:
+        prepare(Spec(mode="pipeline", devices=2, global_batch=24, accumulate=2, microbatches=8))
+    assert (error.value.code, error.value.suggest) == ("batch_by_microbatches", (4, 6, 12))
 
 
 @pytest.mark.parametrize("mode", ["tensor", "sequence"])
@@ -154,6 +175,39 @@ def test_ranks_that_share_samples_accumulate_too(mode, settings, launcher, runs_
     model = {"model": "gpt", "layers": 2, "hidden": 32, "heads": 2, "context": 16, "global_batch": 16}
     spec = Spec(mode=mode, **settings, **model, accumulate=2, steps=4, device="cpu")
     holds(finished(spec, launcher, runs_dir))
+
+
+GPT = {"model": "gpt", "layers": 2, "hidden": 32, "heads": 2, "context": 16, "global_batch": 16}
+MOE = GPT | {"model": "moe", "experts": 4}
+STAGES = {"microbatches": 2, "pp": 2, "devices": 4}
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("mode", "settings"),
+    [
+        ("pipeline", SMALL | {"microbatches": 4}),
+        ("pipeline", SMALL | {"microbatches": 4, "schedule": "zbv", "layers": 4}),
+        ("pipeline", GPT | {"microbatches": 2, "recompute": "full"}),
+        ("layer_split", SMALL | {"clip": 0.5}),
+        ("data_parallel", SMALL),
+        ("expert", MOE),
+        ("hybrid", GPT | STAGES | {"fsdp": 2}),
+        ("hybrid", GPT | STAGES | {"tp": 2, "sequence_parallel": True}),
+        ("hybrid", GPT | STAGES | {"dp": 2, "schedule": "interleaved_zero_bubble"}),
+        ("hybrid", MOE | STAGES | {"ep": 2}),
+        ("hybrid", MOE | {"devices": 4, "dp": 2, "ep": 2}),
+        ("hybrid", MOE | {"devices": 4, "fsdp": 2, "ep": 2}),
+    ],
+    ids="1f1b zbv recomputed layers scattered experts pp-fsdp pp-tp pp-dp pp-ep dp-ep fsdp-ep".split(),
+)
+def test_stages_and_experts_accumulate_too(mode, settings, launcher, runs_dir):
+    """torchtitan#1733: torch divides all gradients that are there by the number of microbatches after a schedule, also
+    those of the micro-steps before (ratio 0.5 to 0.6)."""
+    spec = Spec(**{"mode": mode, "devices": 2, "accumulate": 2, "steps": 4, "device": "cpu"} | settings)
+    result = finished(spec, launcher, runs_dir)
+    holds(result)
+    assert result["parity"]["grad_max_rel_diff"] < 1e-5
 
 
 @pytest.mark.real

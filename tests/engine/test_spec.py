@@ -41,7 +41,7 @@ RANGES = [
     ({"compress": "fp16", "compress-rank": "2"}, "does_not_apply", "compress_rank"),
     ({"model": "moe", "precision": "bf16"}, "option_of_model", "precision"),
     ({"model": "mlp", "recompute": "selective"}, "nothing_to_recompute", "recompute"),
-    ({"mode": "pipeline", "accumulate": "2"}, "option_of_mode", "accumulate"),
+    ({"mode": "local_sgd", "sync-every-microstep": "1"}, "option_of_mode", "sync_every_microstep"),
     ({"bucket-mb": "nan"}, "not_finite", "bucket_mb"),
     ({"lr": "-0.1"}, "out_of_range", "lr"),
     ({"lr": "1e9"}, "out_of_range", "lr"),

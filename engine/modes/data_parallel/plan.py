@@ -1,5 +1,7 @@
 """A job under nn.DataParallel -> its plan: scatter, replicate, parallel apply, gather; gradients back to device 0."""
 
+from dataclasses import replace
+
 from engine import chain
 from engine.job import Job
 from engine.plan import Mesh, Op, Plan, Program
@@ -18,14 +20,24 @@ def plan(job: Job, step: int) -> Plan:
 
 
 def _ops(job: Job, *, master: bool) -> tuple[Op, ...]:
+    ops = chain.microsteps(job, lambda k, synced: _passes(job, master=master))
+    whole = job.spec.global_batch // job.microsteps  # what device 0 loads, for all
+    loads = {"bytes": job.sample_bytes * whole, "saved": job.sample_bytes * whole}
+    ops = [replace(op, **loads) if op.kind == "load" else op for op in ops if master or op.kind != "load"]
+    if master:
+        ops += [*chain.clip(job.layers, job.spec), chain.optimizer(job.layers, job.spec)]
+    return tuple(ops)
+
+
+def _passes(job: Job, *, master: bool) -> list[Op]:
     """Collectives are rooted at device 0 and count the whole tensor's bytes: of the batch scattered, of all outputs."""
     inputs = _inputs(job)
-    outputs = job.layers[-1].output_bytes * job.spec.global_batch
+    outputs = job.layers[-1].output_bytes * job.spec.global_batch // job.microsteps
     weights = sum(layer.param_bytes for layer in job.layers)
-    ops = [chain.load(job.sample_bytes, job.spec.global_batch)] if master else []
+    ops = []
     if job.spec.devices > 1:
         ops += [_move("scatter", "inputs", "batch", inputs), _move("broadcast", "replicate", "weights", weights)]
-    ops += chain.forward(job.layers, job.local_batch)
+    ops += chain.forward(job.layers, job.micro_batch)
     if job.spec.devices > 1:
         ops.append(_move("gather", "outputs", "activation", outputs))
     if master:
@@ -33,16 +45,14 @@ def _ops(job: Job, *, master: bool) -> tuple[Op, ...]:
         ops.append(Op(kind="forward", stage=0, microbatch=0, part="loss", bytes=outputs, saved=2 * outputs))
     if job.spec.devices > 1:
         ops.append(_move("scatter", "output gradients", "gradient", outputs))
-    ops += chain.backward(job.layers, job.local_batch)
+    ops += chain.backward(job.layers, job.micro_batch)
     if job.spec.devices > 1:
         ops.append(_move("reduce", "gradients", "gradient", weights))
-    if master:
-        ops += [*chain.clip(job.layers, job.spec), chain.optimizer(job.layers, job.spec)]
-    return tuple(ops)
+    return ops
 
 
 def _inputs(job: Job) -> int:
-    return (job.sample_bytes - job.target_bytes) * job.spec.global_batch
+    return (job.sample_bytes - job.target_bytes) * job.spec.global_batch // job.microsteps
 
 
 def _move(kind: str, part: str, payload: str, size: int) -> Op:

@@ -33,7 +33,7 @@ class Threads:
     """One process, one thread a device; device 0 keeps the weights, the gradients and the optimizer."""
 
     def __init__(self, job: Job, place: Place):
-        self.recorder, self.devices = place.recorder, job.spec.devices
+        self.job, self.recorder, self.devices = job, place.recorder, job.spec.devices
         master = models.build(job)
         self.replicas = [master, *(copy.deepcopy(master) for _ in range(1, self.devices))]
         for device, replica in enumerate(self.replicas):
@@ -43,19 +43,31 @@ class Threads:
         self.pool = ThreadPoolExecutor(self.devices)
 
     def make_gradients(self, step: int) -> float:
+        self.replicas[0].zero_grad()
+        count = self.job.microsteps
+        if count == 1:
+            return self._pass(step, 0, count)
+        losses = []
+        for k in range(count):
+            with self.recorder.microstep(k):
+                losses.append(self._pass(step, k, count))
+        return sum(losses)
+
+    def _pass(self, step: int, k: int, count: int) -> float:
+        """Micro-step `k` of `count`: device 0 adds up the gradients of all, and of all micro-steps."""
         recorder = self.recorder
-        for replica in self.replicas:
+        for replica in self.replicas[1:]:
             replica.zero_grad()
-        with recorder.span("load", payload="batch"):
-            inputs, targets = self.batches(step)
+        with recorder.span("load", payload="batch", microbatch=recorder.microbatch):
+            inputs, targets = self.batches(step, k, count)
         parts = self._move("scatter", "inputs", "batch", inputs.nbytes, lambda: _cut(inputs, self.devices))
         weights = sum(p.nbytes for p in self.replicas[0].parameters())
         self._move("broadcast", "replicate", "weights", weights, self._replicate)
         outputs = list(self.pool.map(lambda r, x: r(x), self.replicas, parts))
         size = sum(o.nbytes for o in outputs)
         gathered = self._move("gather", "outputs", "activation", size, lambda: torch.cat([o.detach() for o in outputs]))
-        with recorder.span("forward", stage=0, microbatch=0, part="loss"):
-            loss = models.loss_of(gathered.requires_grad_(), targets)
+        with recorder.span("forward", stage=0, microbatch=max(recorder.microbatch, 0), part="loss"):
+            loss = models.loss_of(gathered.requires_grad_(), targets) / count
             loss.backward()
         gradients = self._move(
             "scatter", "output gradients", "gradient", size, lambda: _cut(gathered.grad, self.devices)
@@ -72,8 +84,9 @@ class Threads:
         start = self.recorder.now()
         result = move()
         end = self.recorder.now()
+        where = {"microbatch": self.recorder.microbatch, "axis": "dp", "size": size}
         for device in range(self.devices):
-            self.recorder.mark(kind, start, end, part=part, payload=payload, rank=device, size=size, axis="dp")
+            self.recorder.mark(kind, start, end, part=part, payload=payload, rank=device, **where)
         return result
 
     def _replicate(self) -> None:

@@ -42,25 +42,30 @@ def _program(job: Job, step: int, mesh: Mesh, rank: int) -> Program:
     """DDP's buckets hold the gradients of what every rank has. A block makes the last of them at the very end."""
     shared, axis = mesh.degree("ep") > 1, all_ranks(mesh)
     group, place = (mesh.group(rank, "ep"), mesh.coordinate(rank, "ep")) if mesh.has("ep") else ((rank,), 0)
-    layers, batch = held(job, place), job.local_batch
+    layers, batch = held(job, place), job.micro_batch
     limit = job.spec.bucket_mb or DEFAULT_BUCKET_MB
     whole = buckets(replicated(job), limit if step > 0 else None)
-    ops = [chain.load(job.sample_bytes, batch), *(bucket_order(whole, axis) if step == 1 else [])]
-    for layer in layers:
-        for item in forward(job, layer, arrivals(job, layer, group, place, batch), batch):
-            ops += chain.forward([item], batch) if isinstance(item, Layer) else [item]
-    of_experts = 0
-    for layer in reversed(layers):
-        for item in backward(job, layer, arrivals(job, layer, group, place, batch), batch):
-            ops += chain.backward([item], batch) if isinstance(item, Layer) else [item]
-            if shared and mesh.degree("dp") > 1 and isinstance(item, Layer) and item.name.endswith(EXPERTS):
-                ops.append(_average(item))
-                of_experts += item.param_bytes
-        ops += all_reduces(whole, layer.name, axis)
+    averaged = shared and mesh.degree("dp") > 1
+
+    def passes(k: int, synced: bool) -> list[Op]:
+        ops = bucket_order(whole, axis) if step == 1 and k == 0 else []
+        for layer in layers:
+            for item in forward(job, layer, arrivals(job, layer, group, place, batch, k), batch):
+                ops += chain.forward([item], batch) if isinstance(item, Layer) else [item]
+        for layer in reversed(layers):
+            for item in backward(job, layer, arrivals(job, layer, group, place, batch, k), batch):
+                ops += chain.backward([item], batch) if isinstance(item, Layer) else [item]
+                if averaged and synced and isinstance(item, Layer) and item.name.endswith(EXPERTS):
+                    ops.append(_average(item))
+            ops += all_reduces(whole, layer.name, axis) if synced else []
+        return ops
+
+    ops = chain.microsteps(job, passes)
     clip = chain.clip(layers, job.spec, [("ep", 1)] if shared else [])  # the square of its experts' norm
     ops += [*clip, chain.optimizer(layers, job.spec)]
     memory = chain.standing_memory(layers, job.spec)
-    memory["buckets"] = sum(bucket.bytes for bucket in whole) + of_experts
+    memory["buckets"] = sum(bucket.bytes for bucket in whole)
+    memory["buckets"] += sum(op.bytes for op in ops if op.kind == "all_reduce" and op.part.endswith(EXPERTS))
     shares = tuple(mine.param_bytes / layer.param_bytes for mine, layer in zip(layers, job.layers, strict=True))
     return Program(tuple(ops), tuple(range(len(layers))), memory, shares=shares if shared else ())
 

@@ -1,7 +1,8 @@
 """A job whose experts are shared out over the ranks: PyTorch's all-to-all takes tokens there and back, and its
 DistributedDataParallel averages the gradients of all the rest."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ def replicated(
     if own and copies is not None and dist.get_world_size(copies) > 1:
         blocks = [block for block in chain.children() if isinstance(block, models.MixtureBlock)]
         local.averages = [Average(block, copies, place.recorder) for block in blocks]
+    local.reducing = local.holding_back
     return local
 
 
@@ -47,6 +49,13 @@ class ExpertTraining(LocalTraining):
     """Gradients are there when also those of experts are averaged."""
 
     averages: Sequence["Average"] = ()
+
+    @contextmanager
+    def holding_back(self, reduces: bool) -> Iterator[None]:
+        for average in self.averages:
+            average.holds = not reduces
+        with nullcontext() if reduces else self.callee.no_sync():
+            yield
 
     def make_gradients(self, step: int) -> float:
         loss = super().make_gradients(step)
@@ -62,12 +71,13 @@ class Average:
     def __init__(self, block: models.MixtureBlock, group: dist.ProcessGroup, recorder: Recorder):
         self.name, self.parameters = f"{block.name}.experts", list(block.experts.parameters())
         self.group, self.recorder, self.there = group, recorder, 0
+        self.holds = False  # gradients of a later micro-step are added to these first
         self.sum = torch.cat([parameter.detach().flatten() for parameter in self.parameters])
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def _arrived(self, _: torch.Tensor) -> None:
-        self.there += 1
+        self.there += not self.holds
         if self.there == len(self.parameters):
             torch.cat([parameter.grad.flatten() for parameter in self.parameters], out=self.sum)
             self.recorder.background("all_reduce", self.name, "gradient", self.sum.nbytes, axis="dp")

@@ -18,7 +18,7 @@ from engine.modes.fsdp.units import equal_ranks, gathered_bytes, padded_bytes, s
 from engine.plan import Mesh, Op, Plan, Program
 from engine.shapes import FP32, Layer
 
-Passes = Callable[[bool], list[Op]]  # whether gradients are reduced -> forward and backward
+Passes = Callable[[int, bool], list[Op]]  # micro-step, whether gradients are reduced -> forward and backward
 
 
 def plan(job: Job, step: int) -> Plan:
@@ -37,7 +37,7 @@ def passes_twice(job: Job, mesh: Mesh, units: Sequence[chain.Unit]) -> tuple[Pas
     gathers = [gather(unit.layer, job, mesh) for unit in units]
     ahead = [[op for other in others for op in gathers[other]] for others in prefetched(units)]
 
-    def passes(synced: bool) -> list[Op]:
+    def passes(_: int, synced: bool) -> list[Op]:
         ops = [*forward(job, mesh, units), *gathers[-1]]
         for unit, gathered in zip(reversed(units), reversed(ahead), strict=True):
             ops += [*gathered, *unit.backward, *(reduce(unit, job, mesh) if synced else ())]
@@ -100,7 +100,7 @@ def sharded_programs(
 ) -> tuple[list[Program], list[int]]:
     """Its programs, and which each coordinate on fsdp runs. `tokens`: in words those that are loaded, if not all."""
     held = dict(enumerate(layers))
-    steps = chain.microsteps(job, lambda k, synced: passes(synced))
+    steps = chain.microsteps(job, passes)
     steps = [replace(op, part=tokens) if op.kind == "load" else op for op in steps]
     waits = job.microsteps > 1 and not job.spec.sync_every_microstep
     whole = sum(layer.param_bytes for layer in held.values()) if waits else 0

@@ -71,9 +71,14 @@ def _whole(job: Job, mesh: Mesh, seat: Seat) -> tuple[list[Program], list[int]]:
     layers, tokens = held(job, seat), tokens_of(job, seat)
     units = units_of(job, layers, job.micro_batch, seat)
     if is_shared(mesh):
-        passes, gathered = passes_twice(job, mesh, units)
-        if job.spec.master_weights and mesh.degree("fsdp") == 1:  # replicas as Megatron-LM has them
-            gathered = 0
+        turns = range(job.microsteps if job.routed is not None else 1)  # where tokens go is known of each
+        each = [passes_twice(job, mesh, units_of(job, layers, job.micro_batch, seat, turn=k)) for k in turns]
+
+        def passes(k: int, synced: bool) -> list[Op]:
+            return each[k % len(each)][0](k, synced)
+
+        # With master weights, replicas as Megatron-LM has them.
+        gathered = 0 if job.spec.master_weights and mesh.degree("fsdp") == 1 else each[0][1]
         return sharded_programs(job, mesh, layers, passes, gathered=gathered, tokens=tokens)
     steps = chain.microsteps(job, lambda k, synced: _alone(units))
     steps = [replace(op, part=tokens) if op.kind == "load" else op for op in steps]

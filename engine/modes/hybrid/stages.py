@@ -18,7 +18,7 @@ from engine.modes.fsdp.units import gathered_bytes
 from engine.modes.hybrid.cuts import Seat, held, output_of, tokens_of, units_of
 from engine.modes.pipeline.memory import beside
 from engine.modes.pipeline.passes import samples_of
-from engine.modes.pipeline.plan import ONE_STAGE, load
+from engine.modes.pipeline.plan import ONE_STAGE, in_microsteps, load
 from engine.plan import Mesh, Op, Program
 from engine.schedules import Action, messages
 from engine.schedules.gathers import add_gathers
@@ -48,17 +48,22 @@ def in_stages(
         for stage in stages:
             passes |= _passes(job, mesh, layers, stage, made[stage], seat, halves=halves)
         row = _gathering_first(rows[rank], passes) if spec.schedule in ONE_STAGE else rows[rank]
-        if job.routed is not None and job.degree("ep") > 1:
-            for stage, turn in product(stages, range(spec.microbatches)):
+        apart = job.routed is not None and job.degree("ep") > 1
+        if apart:
+            for stage, turn in product(stages, range(spec.microbatches * job.microsteps)):
                 of_turn = _passes(job, mesh, layers, stage, made[stage], seat, turn, halves=halves)
                 passes |= {(_turned(kind, turn), stage): ops for (kind, stage), ops in of_turn.items()}
-            row = [action._replace(kind=_turned(action.kind, action.microbatch)) for action in row]
         before = [replace(op, part=tokens_of(job, seat)) for op in load(job, stages, pipelines)]
         sums = [] if is_shared(mesh) else [op for stage in stages for op in passes["sums", stage]]
 
-        def ops(update: Sequence[Op], row=row, passes=passes, before=before, sums=sums) -> Sequence[Op]:
-            around = {"before": before, "after": [*sums, *update], "keep": not spec.master_weights}
-            return messages.unrolled(row, passes, sizes, rank_of, **around, waits=spec.overlap is False)
+        def unrolled(row: Sequence[Action], passes=passes, apart=apart, **ends: Sequence[Op]) -> Sequence[Op]:
+            if apart:
+                row = [action._replace(kind=_turned(action.kind, action.microbatch)) for action in row]
+            known = {"waits": spec.overlap is False, "keep": not spec.master_weights}
+            return messages.unrolled(row, passes, sizes, rank_of, **ends, **known)
+
+        def ops(update: Sequence[Op], row=row, unrolled=unrolled, before=before, sums=sums) -> Sequence[Op]:
+            return in_microsteps(job, row, unrolled, before, [*sums, *update])
 
         memory = _memory(job, mesh, kept) | beside(job, stages, pipelines, ends)
         several = tuple(stage_of[i] for i in kept) if len(stages) > 1 else ()

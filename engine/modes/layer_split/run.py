@@ -20,7 +20,7 @@ class LayerSplit:
     norm_groups: ClassVar = {"pp": None}  # each parameter is on one of its ranks
 
     def __init__(self, job: Job, place: Place):
-        self.stage, self.recorder = place.rank, place.recorder
+        self.job, self.stage, self.recorder = job, place.rank, place.recorder
         self.is_first, self.is_last = self.stage == 0, self.stage == place.world_size - 1
         self.chain = models.piece(models.build(job), job, self.stage).to(place.device)
         self.chain.recorder = place.recorder
@@ -29,22 +29,34 @@ class LayerSplit:
         like = {"device": place.device, "dtype": models.dtype_of(job.spec)}
         if not self.is_first:
             shape = job.stages[self.stage - 1][-1].output
-            self.inbound = torch.empty(job.spec.global_batch, *shape, **like)
+            self.inbound = torch.empty(job.micro_batch, *shape, **like)
         if not self.is_last:
             shape = job.stages[self.stage][-1].output
-            self.outbound = torch.empty(job.spec.global_batch, *shape, **like)  # for its gradient
+            self.outbound = torch.empty(job.micro_batch, *shape, **like)  # for its gradient
 
     def make_gradients(self, step: int) -> float | None:
         self.optimizer.zero_grad()
+        count = self.job.microsteps
+        if count == 1:
+            return self._pass(step, 0, count)
+        losses = []
+        for k in range(count):
+            with self.recorder.microstep(k):
+                losses.append(self._pass(step, k, count))
+        return sum(losses) if self.is_last else None
+
+    def _pass(self, step: int, k: int, count: int) -> float | None:
+        """Micro-step `k` of `count`, with its part of the batch, of the mean loss, and of the gradients."""
         inputs = targets = loss = None
         if self.batches:
-            with self.recorder.span("load", payload="batch"):
-                inputs, targets = models.ends(*self.batches(step), is_first=self.is_first, is_last=self.is_last)
+            with self.recorder.span("load", payload="batch", microbatch=self.recorder.microbatch):
+                inputs, targets = self.batches(step, k, count)
+                inputs, targets = models.ends(inputs, targets, is_first=self.is_first, is_last=self.is_last)
         if not self.is_first:
             inputs = self._receive(self.inbound, "activation", self.stage - 1).detach().requires_grad_()
         output = self.chain(inputs)
         if self.is_last:
-            loss = self.chain.loss(output, targets)
+            loss = self.chain.loss(output, targets) / count
             self.chain.backward(loss)
             sent = None
         else:
@@ -68,7 +80,8 @@ class LayerSplit:
         return tensor
 
     def _note(self, kind: str, tensor: torch.Tensor, payload: str, peer: int) -> None:
-        self.recorder.message(kind, stage=self.stage, microbatch=0, payload=payload, peer=peer, size=tensor.nbytes)
+        where = {"stage": self.stage, "microbatch": max(self.recorder.microbatch, 0), "peer": peer}
+        self.recorder.message(kind, payload=payload, size=tensor.nbytes, **where)
 
     def outputs(self, inputs: torch.Tensor | None, samples: int) -> torch.Tensor | None:
         if not self.is_first:

@@ -16,7 +16,7 @@ def beside(job: Job, stages: Sequence[int], pipelines: list[range], ends: Sequen
     """`ends`: the last piece of each stage as a rank computes it, where that is not a whole layer."""
     spec = job.spec
     ends = ends or [layers[-1] for layers in job.stages]
-    sizes = [last.output_bytes * job.local_batch for last in ends]
+    sizes = [last.output_bytes * job.micro_batch for last in ends]
     if spec.master_weights:
         return {"received": _in_passing(job, stages, pipelines, sizes)}
     received = outputs = 0

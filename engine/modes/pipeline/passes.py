@@ -14,7 +14,7 @@ from engine.plan import Op
 
 
 def samples_of(job: Job) -> int:
-    return job.local_batch // job.spec.microbatches
+    return job.micro_batch // job.spec.microbatches
 
 
 def recomputes(job: Job) -> bool:

@@ -1,6 +1,8 @@
 """A job in a pipeline -> its plan: a schedule's order of microbatches, with the messages that it needs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 from engine import chain, schedules
 from engine.columns import Calls, Ops, unroll
@@ -8,7 +10,7 @@ from engine.job import Job
 from engine.modes.pipeline.memory import beside
 from engine.modes.pipeline.passes import forward_and_backward, passes_of, samples_of
 from engine.plan import Mesh, Op, Plan, Program
-from engine.schedules import given, messages
+from engine.schedules import Action, given, messages
 from engine.schedules.row import Row
 
 ADD_MESSAGES = {"late": messages.add_late, "early": messages.add_early}
@@ -19,22 +21,24 @@ def plan(job: Job, step: int) -> Plan:
     spec = job.spec
     order, placement, pipelines, has_messages = given.layout(spec, job.degree("pp"))
     if spec.schedule in ONE_STAGE and spec.receives == "late":
-        ops = [_one_stage(job, stage, actions) for stage, actions in enumerate(order)]
+        ops = [
+            in_microsteps(
+                job, row, partial(_one_stage, job, stage), load(job, [stage], pipelines), _update(job, [stage])
+            )
+            for stage, row in enumerate(order)
+        ]
     else:
         rank_of = schedules.ranks_of(placement)
         sizes = {stage: layers[-1].output_bytes * samples_of(job) for stage, layers in enumerate(job.stages)}
-        ops = [
-            messages.unrolled(
-                actions,
-                passes_of(job, placement[rank], pipelines),
-                sizes,
-                rank_of,
-                before=load(job, placement[rank], pipelines),
-                after=[*_exchange(job, placement[rank], pipelines), *_update(job, placement[rank])],
-                keep=not spec.master_weights,
+        ops = []
+        for rank, row in enumerate(order if has_messages else ADD_MESSAGES[spec.receives](order, pipelines)):
+            stages = placement[rank]
+            passes, before = passes_of(job, stages, pipelines), load(job, stages, pipelines)
+            after = [*_exchange(job, stages, pipelines), *_update(job, stages)]
+            unrolled = partial(
+                messages.unrolled, compute=passes, sizes=sizes, rank_of=rank_of, keep=not spec.master_weights
             )
-            for rank, actions in enumerate(order if has_messages else ADD_MESSAGES[spec.receives](order, pipelines))
-        ]
+            ops.append(in_microsteps(job, row, unrolled, before, after))
     programs = []
     for rank, stages in enumerate(placement):
         stage_of = {layer: stage for stage in stages for layer in job.stage_layers[stage]}
@@ -46,7 +50,36 @@ def plan(job: Job, step: int) -> Plan:
     return Plan(Mesh(("pp",), (len(placement),)), tuple(programs), tuple(range(len(placement))), names)
 
 
-def _one_stage(job: Job, stage: int, order: Row) -> Ops:
+def in_microsteps(
+    job: Job,
+    row: Sequence[Action],
+    unrolled: Callable[..., Sequence[Op]],
+    before: Sequence[Op] = (),
+    after: Sequence[Op] = (),
+) -> Sequence[Op]:
+    """The ops of a rank's row: where gradients are accumulated, `before` and the whole schedule once for each
+    micro-step, whose microbatches count on, and `after` them all what is done once."""
+    count, each = job.microsteps, job.spec.microbatches
+    if count == 1:
+        return unrolled(row, before=before, after=after)
+    ops: list[Op] = []
+    for k in range(count):
+        begun = [replace(op, microbatch=k * each) for op in before]
+        ops += unrolled(later(row, k * each), before=begun, after=after if k == count - 1 else ())
+    return tuple(ops)
+
+
+def later(row: Sequence[Action], microbatches: int) -> Sequence[Action]:
+    """The same row, so many microbatches on."""
+    if isinstance(row, Row):
+        return replace(row, microbatch=row.microbatch + microbatches)
+    return [
+        action if action.microbatch is None else action._replace(microbatch=action.microbatch + microbatches)
+        for action in row
+    ]
+
+
+def _one_stage(job: Job, stage: int, order: Row, before: Sequence[Op], after: Sequence[Op]) -> Ops:
     """Where a rank has one stage, and its passes are whole: each pass with its messages, unrolled at once.
 
     Forward: receive an activation, compute, send one on. Backward: the same with gradients, the other way.
@@ -70,9 +103,7 @@ def _one_stage(job: Job, stage: int, order: Row) -> Ops:
             *(_message("send", "gradient", stage, peer, inbound) for peer in previous),
         ),
     }
-    pipelines = [range(len(stages))]
-    calls = Calls(order.which, order.microbatch)
-    return unroll(passes, calls, before=load(job, [stage], pipelines), after=_update(job, [stage]))
+    return unroll(passes, Calls(order.which, order.microbatch), before=before, after=after)
 
 
 def load(job: Job, stages: Sequence[int], pipelines: list[range]) -> list[Op]:
@@ -81,7 +112,7 @@ def load(job: Job, stages: Sequence[int], pipelines: list[range]) -> list[Op]:
     is_first, is_last = bool(firsts & set(stages)), bool(lasts & set(stages))
     if not is_first and not is_last:
         return []
-    return [chain.load_ends(job, job.local_batch, is_first=is_first, is_last=is_last)]
+    return [chain.load_ends(job, job.micro_batch, is_first=is_first, is_last=is_last)]
 
 
 def _exchange(job: Job, stages: Sequence[int], pipelines: list[range]) -> list[Op]:

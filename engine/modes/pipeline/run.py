@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed import ProcessGroup, pipelining
 
 from engine.job import Job
-from engine.modes.pipeline.passes import recomputes
+from engine.modes.pipeline.passes import recomputes, samples_of
 from engine.real import models
 from engine.real.data import Batches
 from engine.real.given_schedule import from_file
@@ -17,6 +17,7 @@ from engine.real.marked_stage import MarkedStage
 from engine.real.stage_compiler import compiled
 from engine.real.training import Place
 from engine.schedules import given
+from engine.timeline import NONE
 
 ONE_STAGE = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
 SEVERAL_STAGES = {
@@ -48,19 +49,21 @@ class Pipeline:
         self.is_first = any(stage.is_first for stage in self.stages)
         self.last = next((stage for stage in self.stages if stage.is_last), None)
         self.optimizer = models.make_optimizer(job, self.held().values())
+        # Of gradients that are accumulated torch would divide those of the micro-steps before too: a loss is a part.
+        known = {"loss_fn": self._loss, "scale_grads": False}
         if spec.schedule_file is not None:
-            self.schedule = from_file(spec, self.stages, self._loss)
+            self.schedule = from_file(spec, self.stages, **known)
         elif spec.schedule in ONE_STAGE:
-            self.schedule = ONE_STAGE[spec.schedule](self.stages[0], spec.microbatches, loss_fn=self._loss)
+            self.schedule = ONE_STAGE[spec.schedule](self.stages[0], spec.microbatches, **known)
         else:  # never with defer_pp_recv: it mixes up messages (docs/decisions/schedules.md)
-            self.schedule = SEVERAL_STAGES[spec.schedule](self.stages, spec.microbatches, loss_fn=self._loss)
+            self.schedule = SEVERAL_STAGES[spec.schedule](self.stages, spec.microbatches, **known)
         # The first pass through a schedule also agrees on shapes; it is run once before any step is counted.
-        self._pass(*self.batches(0))
+        self._pass(*self.batches(0, 0, job.microsteps))
 
     def _stage(self, whole: models.Chain, stage: int, place: Place) -> MarkedStage:
         job, device = self.job, place.device
         like = {"device": device, "dtype": models.dtype_of(job.spec), "requires_grad": True}
-        samples = job.local_batch // job.spec.microbatches
+        samples = samples_of(job)
         output = torch.zeros(samples, *self.output_of(stage), **like)
         if stage == 0:
             example = self.batches(0)[0][:samples]
@@ -83,24 +86,33 @@ class Pipeline:
         return self.job.stages[stage][-1].output
 
     def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        loss = models.loss_of(output, target)
+        loss = models.loss_of(output, target) / (self.job.spec.microbatches * self.job.microsteps)
         self.last.end_forward()
         return loss
 
     def make_gradients(self, step: int) -> float | None:
         self.optimizer.zero_grad()
-        if self.is_first or self.last:
-            with self.recorder.span("load", payload="batch"):
-                batch = models.ends(*self.batches(step), is_first=self.is_first, is_last=self.last is not None)
-            return self._pass(*batch)
-        return self._pass(None, None)
+        losses = [self._micro_step(step, k) for k in range(self.job.microsteps)]
+        return sum(losses) if self.last else None
+
+    def _micro_step(self, step: int, k: int) -> float | None:
+        """One of the step's passes through the schedule, with its part of the batch; its gradients are added up."""
+        count, first = self.job.microsteps, k * self.job.spec.microbatches
+        for stage in self.stages:
+            stage.first = first
+        if not self.is_first and not self.last:
+            return self._pass(None, None)
+        with self.recorder.span("load", payload="batch", microbatch=first if count > 1 else NONE):
+            batch = self.batches(step, k, count)
+            batch = models.ends(*batch, is_first=self.is_first, is_last=self.last is not None)
+        return self._pass(*batch)
 
     def _pass(self, inputs: torch.Tensor | None, targets: torch.Tensor | None) -> float | None:
         losses: list[torch.Tensor] = []
         feed = (inputs,) if self.is_first else ()
         wanted = {"target": targets, "losses": losses} if self.last else {}
         self.schedule.step(*feed, **wanted)
-        return torch.stack(losses).mean().item() if losses else None
+        return torch.stack(losses).sum().item() if losses else None
 
     def outputs(self, inputs: torch.Tensor | None, samples: int) -> torch.Tensor | None:
         """Stage by stage, and not through `schedule.eval` (see `engine.real.evaluation`)."""

@@ -13,7 +13,7 @@ def plan(job: Job, step: int) -> Plan:
     ranks = job.degree("fsdp")
     mesh, units = Mesh(("fsdp",), (ranks,)), chain.units(job.layers, job.micro_batch, spec=job.spec)
 
-    def passes(synced: bool) -> list[Op]:
+    def passes(_: int, synced: bool) -> list[Op]:
         ops = forward(job, mesh, units)
         for unit in reversed(units):
             ops += [*unit.backward, *(reduce(unit, job, mesh) if synced else ())]
