@@ -122,7 +122,9 @@ def _whole(setting: str, text: str, low: int = 1, high: int = MAX_DEALT) -> int:
 
 def validate(arguments: argparse.Namespace) -> int:
     """Predict published measurements, and show how far off that is, set by set"""
-    found = engine.validate.report.of_file(arguments.file, rows=arguments.rows)
+    found = engine.validate.report.of_file(
+        arguments.file, rows=arguments.rows, tell=engine.validate.tables.tell if sys.stderr.isatty() else None
+    )
     print(json.dumps(found, allow_nan=False)) if arguments.json else print(engine.validate.tables.report(found))
     return 0
 

@@ -42,7 +42,7 @@ MEMORY_REACHED = 0.88
 # visualization of overhead and latency in Nsight Systems", 2020: launches of 2 to 5 us).
 # Of the rate that a large matmul reaches alone, what products keep for hours between all others: clocks fall at the
 # device's power limit, and operands are not in the cache. Fitted on A100s (docs/decisions).
-SUSTAINED = 0.91
+SUSTAINED = 0.90
 LAUNCH = 3e-6
 # Seconds of a call of NCCL beside its rounds (graph/tuning.cc: a ring's base latency, 6.6 to 14 us by protocol).
 CALL = 8.4e-6

@@ -70,9 +70,11 @@ class Everything(NamedTuple):
     refused: list[tuple[Row, Unusable]]
 
 
-def compare(rows: Iterable[Row], predict: Predict) -> Everything:
+def compare(rows: Iterable[Row], predict: Predict, tell: Callable[[int], None] = lambda done: None) -> Everything:
+    """`tell` is given how many rows are done, before each."""
     found = Everything([], [], [])
-    for row in rows:
+    for done, row in enumerate(rows):
+        tell(done)
         try:
             if is_collective(row):
                 found.calls.append(call_of(row))

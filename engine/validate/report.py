@@ -6,7 +6,7 @@ All fractions are fractions, not percent; times are in seconds, sizes in bytes.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,21 @@ from engine.validate.rows import Published, Unusable, read
 from engine.validate.spec_of import predicted
 from engine.validate.targets import targets
 
+Tell = Callable[[int, int], None]  # is given how many rows are done, and how many there are
 
-def of_file(path: str | Path, *, rows: bool = False) -> dict[str, Any]:
+
+def of_file(path: str | Path, *, rows: bool = False, tell: Tell | None = None) -> dict[str, Any]:
     """A file's report, from Lockstep's own predictions. SpecError where there is no such file."""
-    return validate(read(path), predicted, rows=rows)
+    published = read(path)
+    count = len(published.rows)
+    return validate(published, predicted, rows=rows, tell=None if tell is None else lambda done: tell(done, count))
 
 
-def validate(published: Published, predict: Predict, *, rows: bool = False) -> dict[str, Any]:
+def validate(
+    published: Published, predict: Predict, *, rows: bool = False, tell: Callable[[int], None] | None = None
+) -> dict[str, Any]:
     """`rows`: with a line for each row, used or not."""
-    used, calls, refused = compare(published.rows, predict)
+    used, calls, refused = compare(published.rows, predict, *([tell] if tell else []))
     floors = floor_seconds(used)
     by_group, unused = defaultdict(list), defaultdict(list)
     for each in used:

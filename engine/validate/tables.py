@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 HEAD = ("set", "used", "of", "error", "bias", "p90", "max", "floor", "ratio", "")
+
+
+def tell(done: int, count: int) -> None:
+    """On one line, beside what is printed in the end."""
+    print(f"\r{done + 1} of {count} rows ", end="\n" if done + 1 == count else "", file=sys.stderr, flush=True)
 
 
 def report(found: dict[str, Any]) -> str:
