@@ -21,6 +21,7 @@ from engine import archive, calibration_table, checkpoints, export, modes, notat
 from engine.analysis import stragglers, traces
 from engine.calibrate import QUICK, CalibrationError, Effort, Measuring
 from engine.cost import calibration
+from engine.fits import fits
 from engine.job import count_gpus, lacks_compiler, prepare
 from engine.launch import LauncherError, open_handle, start
 from engine.rules import SpecError
@@ -74,7 +75,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     if arguments.plan:
         print(notation.format_plan(prediction.plan))
         return 0
-    summary = prediction.summary()
+    summary = prediction.summary() | {"fits": fits(prediction)}
     if arguments.json:
         return _print_json(summary | {"spec": prediction.job.spec.to_dict()})
     print(tables.prediction(summary))

@@ -15,8 +15,8 @@ from engine.cost.compute import compute_seconds
 from engine.cost.contention import CHANNELS, slowed
 from engine.cost.local import local_leads, local_seconds
 from engine.cost.machine import Machine
-from engine.cost.memory import by_category
 from engine.cost.sharing import Cores, share
+from engine.held import OverTime, memory_of, over_time
 from engine.matching import Graph, match
 from engine.plan import COLLECTIVES, Plan
 from engine.scheduler import acts_of, lanes_of, schedule
@@ -49,6 +49,11 @@ class Simulation:
     def per_rank(self, values: list) -> list:
         return [values[role] for role in self.plan.roles]
 
+    def memory_over_time(self, role: int) -> OverTime:
+        """What a rank of a role holds from the step's begin to its end."""
+        nodes = slice(self.graph.first[role], self.graph.first[role + 1])
+        return over_time(self.plan.programs[role], self.start[nodes], self.end[nodes])
+
     @cached_property
     def timeline(self) -> Timeline:
         """Every op of every rank: it costs what all ranks cost."""
@@ -75,11 +80,7 @@ def simulate(plan: Plan, machine: Machine, slow: Slow = NOTHING) -> Simulation:
     start, end = schedule(graph, seconds)
     if machine.cores:
         start, end = on_shared_cores(graph, seconds, machine)
-    peaks = [peaks_of(Ops.of(program.ops)) for program in plan.programs]
-    memory = [
-        by_category(program.memory | {"at work": beside}, kept)
-        for program, (kept, beside, _) in zip(plan.programs, peaks, strict=True)
-    ]
+    held = [memory_of(program) for program in plan.programs]
     return Simulation(
         plan,
         graph,
@@ -87,9 +88,9 @@ def simulate(plan: Plan, machine: Machine, slow: Slow = NOTHING) -> Simulation:
         end,
         float(end.max(initial=0.0)),
         _bytes_sent(graph),
-        memory,
-        [sum(held.values()) for held in memory],
-        [in_flight for *_, in_flight in peaks],
+        [memory for memory, _ in held],
+        [sum(memory.values()) for memory, _ in held],
+        [in_flight for _, in_flight in held],
         _waited(graph, end - start - seconds),
     )
 
@@ -168,60 +169,6 @@ def _crowd(graph: Graph, seconds: np.ndarray, share: float) -> None:
             after = slice(first + own[0], end)
             columns = (column[after].tolist() for column in (seconds, background, computes))
             seconds[after] = slowed(*columns, share)
-
-
-def peaks_of(ops: Ops) -> tuple[int, int, int]:
-    """(bytes kept, bytes needed by the op that is on, when these are most together; most passes in flight at once) of
-    one program. A microbatch is in flight in a stage from its
-    first forward op there to its last backward op there; in two stages of one rank it is so twice."""
-    microbatch = ops.microbatch + 1
-    if microbatch.max(initial=0) > len(ops):  # keys below must be small numbers, and microbatches may not be
-        microbatch = np.unique(microbatch, return_inverse=True)[1]
-
-    def nodes(*kinds: str) -> np.ndarray:
-        return np.flatnonzero(np.array([op.kind in kinds for op in ops.templates], dtype=bool)[ops.which])
-
-    def keys(of: list) -> np.ndarray:
-        """A small number for each op: equal for equal microbatches of templates that are equal in `of`."""
-        numbers = {value: i for i, value in enumerate(dict.fromkeys(of))}
-        template = np.array([numbers[value] for value in of], dtype=np.int64)
-        return template[ops.which] * (microbatch.max(initial=0) + 1) + microbatch
-
-    forward, freeing = nodes("forward"), nodes("backward", "backward_weight")
-    backward = nodes("backward", "backward_input", "backward_weight")
-    making = nodes("forward", "recompute")
-    saved = np.array([op.saved for op in ops.templates], dtype=np.int64)[ops.which[making]]
-    part = keys([(op.stage, op.part) for op in ops.templates])
-    held_by = np.zeros(part.max(initial=0) + 1, dtype=np.int64)
-    np.add.at(held_by, part[making], saved)
-    chunk = keys([op.stage for op in ops.templates])
-    in_chunk = np.bincount(chunk[making], weights=saved, minlength=chunk.max(initial=0) + 1).astype(np.int64)
-    freeing = freeing[_is_first(part[freeing])]
-    held = np.zeros(len(ops), dtype=np.int64)
-    held[making] = saved
-    whole = np.array([not op.part for op in ops.templates], dtype=bool)[ops.which[freeing]]  # of all layers of a stage
-    held[freeing] = -np.where(whole, in_chunk[chunk[freeing]], held_by[part[freeing]])
-    sending = nodes("send")
-    held[sending] = np.array([op.saved for op in ops.templates], dtype=np.int64)[ops.which[sending]]
-    started, done = forward[_is_first(chunk[forward])], backward[::-1][_is_first(chunk[backward[::-1]])]
-    in_flight = np.zeros(len(ops), dtype=np.int64)
-    in_flight[started] = 1
-    in_flight[done] -= 1
-    loaded = max((op.saved for op in ops.templates if op.kind == "load"), default=0)  # a batch goes when the next comes
-    scratch = np.array([op.scratch for op in ops.templates], dtype=np.int64)[ops.which]
-    # What an op frees is there until it ends, beside what it needs while it lasts.
-    during = np.concatenate([[0], held.cumsum()]) + np.concatenate([scratch, [0]])
-    at = int(during.argmax())
-    beside = int(scratch[at]) if at < len(scratch) else 0
-    return loaded + int(during[at]) - beside, beside, int(in_flight.cumsum().max(initial=0))
-
-
-def _is_first(keys: np.ndarray) -> np.ndarray:
-    """Whether each entry is the first one of its value."""
-    places = np.arange(len(keys))
-    first = np.empty(keys.max(initial=0) + 1, dtype=np.int64)
-    first[keys[::-1]] = places[::-1]  # of several, the last one written stays
-    return first[keys] == places
 
 
 def _bytes_sent(graph: Graph) -> list[float]:

@@ -83,6 +83,7 @@ def prediction(summary: dict[str, Any]) -> str:
                 ("ops", str(summary["num_ops"])),
                 ("peak memory", each_rank(summary["peak_memory"], size)),
                 *_memory(summary["memory"], "  of it "),
+                *_fits(summary.get("fits")),
                 ("most in flight", each_rank(summary["peak_in_flight"], str) + " (a microbatch counts in each stage)"),
                 ("sent", each_rank(summary["bytes_sent"], size)),
                 *_waits(summary),
@@ -94,6 +95,26 @@ def prediction(summary: dict[str, Any]) -> str:
             else ""
         )
     )
+
+
+def _fits(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Whether the fullest rank's memory is enough; if not what would be."""
+    if not found or found["fits"] is None:
+        return []
+    if found["fits"]:
+        return [("fits", f"yes: rank {found['rank']} needs most, {size(found['peak'])} of {size(found['capacity'])}")]
+    more = f"; {found['ranks_over'] - 1} more ranks need too much" if found["ranks_over"] > 1 else ""
+    peak, over, capacity = (size(found[name]) for name in ("peak", "over", "capacity"))
+    why = f"no: rank {found['rank']} needs {peak}, {over} more than the {capacity} there are, most for"
+    lines = [("fits", f"{why} {found['category']}{more}")]
+    for one in found["would_fit"]:
+        words = " ".join(f"--{name.replace('_', '-')} {_word(value)}" for name, value in one["settings"].items())
+        lines.append(("  would fit", f"{words}: {size(one['peak_memory'])}, a step in {seconds(one['step_time'])}"))
+    return lines if found["would_fit"] else [*lines, ("  would fit", "none of the settings that were tried")]
+
+
+def _word(value: object) -> str:
+    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
 
 
 def scale_model(values: dict[str, Any] | None) -> list[tuple[str, str]]:

@@ -16,7 +16,8 @@ from viz.figures.compare import accuracy_info, compare_info, plot_compare
 from viz.figures.experts import experts_info, plot_experts
 from viz.figures.losses import plot_losses, result_losses
 from viz.figures.memory import memory_info, plot_memory
-from viz.figures.words import op_name, show_seconds
+from viz.figures.memory_time import over_time_info, plot_over_time
+from viz.figures.words import op_name, show_bytes, show_seconds
 from viz.locales import Catalogue
 from viz.locales.engine import explain, reasons
 from viz.pages.prediction import Shown
@@ -47,6 +48,28 @@ def show_memory(shown: Shown, measured: Sequence[Mapping[str, int]] | None, text
         figure = plot_memory(memory_info(shown.summary["memory"], measured), text)
         _show(text("charts.memory"), figure, "memory-chart")
         st.caption(text("charts.memory.both" if measured else "charts.memory.planned"))
+        prediction = shown.prediction
+        capacity = prediction.machine.memory_size
+        over_time = plot_over_time(over_time_info(prediction.simulation, capacity), text)
+        _show(text("charts.memory_time"), over_time, "memory-time-chart")
+        words = {} if capacity is None else {"capacity": show_bytes(capacity)}
+        st.caption(text("charts.memory_time.known" if words else "charts.memory_time.open", **words))
+
+
+def show_fit(shown: Shown, text: Catalogue) -> None:
+    """That a model does not fit, and what would: an answer, and no error."""
+    found = shown.summary["fits"]
+    if found["fits"] is not False:
+        return
+    sizes = {name: show_bytes(found[name]) for name in ("peak", "over", "capacity")}
+    category = text(f"figure.memory.{found['category']}")
+    lines = [text("fits.no", rank=found["rank"], ranks=found["ranks_over"], category=category, **sizes)]
+    lines.append(text("fits.try" if found["would_fit"] else "fits.none"))
+    for one in found["would_fit"]:
+        settings = ", ".join(f"`{name.replace('_', '-')} {value}`" for name, value in one["settings"].items())
+        seconds, peak = show_seconds(one["step_time"]), show_bytes(one["peak_memory"])
+        lines.append("- " + text("fits.one", settings=settings, peak=peak, time=seconds))
+    st.info("\n".join([lines[0], "", *lines[1:2], "", *lines[2:]]), icon=":material/memory:")
 
 
 def _show(title: str, figure: go.Figure, key: str) -> None:

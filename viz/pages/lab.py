@@ -16,7 +16,7 @@ from engine.spec import Spec
 from viz import locales
 from viz.locales import Catalogue
 from viz.locales.engine import explain, lesson
-from viz.pages.charts import show_calibration, show_charts, show_memory
+from viz.pages.charts import show_calibration, show_charts, show_fit, show_memory
 from viz.pages.lesson import show_lesson
 from viz.pages.live import open_run, show_live, start_run, state_badge, stop_run
 from viz.pages.numbers import show_numbers
@@ -61,6 +61,7 @@ def show(runs_dir: Path) -> None:
     if run is None:
         _show_other_run(runs_dir, text)
         show_numbers(shown, text)
+        show_fit(shown, text)
         if shown.prediction.job.spec.machine == "local":
             show_calibration(text)
         show_picture(shown, None, text, _name(shown))

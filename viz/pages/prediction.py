@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import streamlit as st
 
+from engine.fits import fits
 from engine.predict import Prediction, predict
 from engine.rules import SpecError, closest
 from engine.spec import Spec
@@ -25,7 +26,7 @@ class Shown(NamedTuple):
 def predicted(settings: tuple[tuple[str, str], ...]) -> Shown:
     """Of settings as the URL has them. Raises SpecError."""
     prediction = predict(Spec.from_params(dict(settings)))
-    summary = prediction.summary()
+    summary = prediction.summary() | {"fits": fits(prediction)}
     return Shown(prediction, summary, None)
 
 

@@ -1,0 +1,54 @@
+"""Whether a model fits: the answer, and that what is said to fit does; memory over a step, against its peak."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.fits import fits
+from engine.predict import predict
+from engine.spec import Spec
+
+LARGE = Spec(mode="ddp", devices=8, model="llama3_8b", machine="h100", global_batch=8)
+H100 = 80 * 2**30
+
+
+def test_a_model_that_does_not_fit_is_told_which_rank_lacks_how_much_and_what_would_fit():
+    found = fits(predict(LARGE))
+    assert (found["fits"], found["capacity"], found["rank"], found["ranks_over"]) == (False, H100, 0, 8)
+    assert found["category"] == "optimizer"  # 12 of 18 bytes of each of 8 billion parameters
+    assert found["over"] == found["peak"] - H100 > 0
+    assert found["would_fit"]
+    for one in found["would_fit"]:
+        again = predict(LARGE.with_(**one["settings"]))
+        assert max(again.simulation.peak_memory) == one["peak_memory"] <= H100
+        assert again.step_time == pytest.approx(one["step_time"], rel=1e-9)
+        assert fits(again)["fits"]
+
+
+def test_nothing_is_claimed_where_the_memory_of_a_device_is_not_known():
+    found = fits(predict(Spec(machine="unit", mode="pipeline")))
+    assert found["fits"] is None
+    assert "would_fit" not in found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mode": "pipeline", "devices": 3, "model": "mlp", "microbatches": 4, "global_batch": 48},
+        {"mode": "pipeline", "devices": 2, "model": "mlp", "layers": 7, "schedule": "interleaved_1f1b"},
+        {"mode": "fsdp", "devices": 2, "model": "gpt"},
+        {"mode": "hybrid", "devices": 8, "tp": 2, "pp": 4, "model": "llama3_8b", "machine": "h100", "global_batch": 8},
+    ],
+)
+def test_over_a_step_as_much_is_held_at_most_as_the_peak_says_and_in_the_end_what_stays(settings):
+    simulation = predict(Spec(**settings)).simulation
+    for role, program in enumerate(simulation.plan.programs):
+        held = simulation.memory_over_time(role)
+        assert held.total.max() <= simulation.peak_memory[role]
+        assert held.total.max() >= 0.99 * simulation.peak_memory[role]
+        assert all((values >= 0).all() for values in held.bytes.values())
+        loads = max((op.saved for op in program.ops if op.kind == "load"), default=0)
+        sent = sum(op.saved for op in program.ops if op.kind == "send")
+        assert held.total[-1] == sum(program.memory.values()) + loads + sent
+        assert (np.diff(held.seconds) > 0).all()
