@@ -7,6 +7,7 @@ byte, and the time before it, in which its rank neither waits nor computes, its 
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
 import time
@@ -215,7 +216,8 @@ def rates_of(measured: Mapping[str, Curve]) -> dict[str, float]:
 
 def curves(found: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, tuple[tuple[float, ...], ...]]:
     """What each rank saw of every call -> `all_reduce/2`: (bytes, seconds, cores busy), from when the last rank had
-    begun to when the last had ended; the median over calls."""
+    begun to when the last had ended; of calls the lower quartile, since processes that wake each other are late
+    whenever anything else runs. And what takes a smaller tensor longer than a larger one is nothing but that."""
     made: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for key in found[0]:
         kind, size = key.split("/")
@@ -228,8 +230,14 @@ def curves(found: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, tuple[tu
         if not seconds:
             raise CalibrationError(f"no {kind} of {size} bytes was seen")
         busy = sum(rank[key]["busy"] for rank in found[: 2 if kind == "send" else None])
-        made[f"{kind}/{ranks}"].append((float(size), max(median(seconds), 0) / 1e9, busy))
-    return {key: tuple(sorted(points)) for key, points in made.items()}
+        made[f"{kind}/{ranks}"].append((float(size), sorted(seconds)[(len(seconds) - 1) // 4] / 1e9, busy))
+    return {key: _rising(sorted(points)) for key, points in made.items()}
+
+
+def _rising(points: Sequence[tuple[float, ...]]) -> Curve:
+    least = itertools.accumulate((seconds for _, seconds, _ in reversed(points)), min)
+    kept = zip(points, reversed([*least]), strict=True)
+    return tuple((size, seconds, busy) for (size, _, busy), seconds in kept)
 
 
 def _message(ends: Sequence[Sequence[Sequence[int]]]) -> list[int]:
@@ -312,17 +320,26 @@ def costs(who: str, samples: Sequence[Sample], alone: Local, speed: float) -> di
     made = {}
     for (kind, part), each in classes.items():
         own: list[tuple[float, float]] = []
+        of_stage: list[tuple[float, float]] = []  # what its layers take alone, what it takes
         for one in each:
             if kind in COLLECTIVES and not in_process:
                 continue
             beside = one.seconds * speed - alone.matmul(one.flops, one.threads)
             if not one.part and kind in (*ALIKE, "forward", "backward"):
-                beside -= alone.stage(_Op(one), one.threads, one.layers)
-            own.append((one.bytes, beside))
+                of_stage.append((alone.stage(_Op(one), one.threads, one.layers), beside))
+            else:
+                own.append((one.bytes, beside))
         fixed, per_byte = line(own)
         lead, lead_per_byte = line([(one.bytes, one.lead * speed) for one in each], COPIES / alone.memory_rate)
-        made[f"{who}/{kind}/{part}"] = Cost(lead, fixed, per_byte, lead_per_byte)
+        made[f"{who}/{kind}/{part}"] = Cost(lead, fixed, per_byte, lead_per_byte, scale(of_stage))
     return made
+
+
+def scale(pairs: Sequence[tuple[float, float]]) -> float:
+    """How many times as long the second ones are, with the least squares of relative errors; 1 where there is none."""
+    weights = [1 / (max(y, 0.0) + 2e-5) ** 2 for _, y in pairs]
+    total = sum(w * x * x for w, (x, _) in zip(weights, pairs, strict=True))
+    return max(0.0, sum(w * x * y for w, (x, y) in zip(weights, pairs, strict=True)) / total) if total else 1.0
 
 
 class _Op:

@@ -88,13 +88,15 @@ def _gpu_names() -> tuple[str, ...]:
 
 
 class Cost(NamedTuple):
-    """Seconds of an op of one class: `lead` before it, in Python and in copies; `fixed`, and so many a byte and a FLOP
-    of it. What its matmuls take at this machine's rate is not in `per_byte`."""
+    """Seconds of an op of one class: `lead` before it, in Python and in copies, and so many a byte; `fixed`, and so
+    many a byte. What its matmuls take at this machine's rate is not in them. Of an op of a whole stage: `scale` times
+    what its layers take alone."""
 
     lead: float = 0.0
     fixed: float = 0.0
     per_byte: float = 0.0
     lead_per_byte: float = 0.0
+    scale: float = 1.0
 
 
 Curve = tuple[tuple[float, ...], ...]  # (size, seconds, ...) in rising order of size

@@ -60,7 +60,7 @@ class Local:
         own = self._own(op.kind, part_class(op.part), threads)
         if op.part or op.kind not in (*ALIKE, "forward", "backward"):
             return _of(own or self._plain(op.kind, part_class(op.part), threads), op.bytes)
-        return _of(own or Cost(), op.bytes) + self.stage(op, threads, layers)
+        return (own or Cost()).scale * self.stage(op, threads, layers)
 
     def stage(self, op: Op, threads: int, layers: Sequence[str]) -> float:
         """What a stage's layers take beside their matmuls, were they alone."""
@@ -111,7 +111,7 @@ class Local:
         cost = (
             self._cost(who, like, part) or self._cost(who, like, part.partition(".")[0]) or self._cost(who, like, ANY)
         )
-        return Cost(*(half * value for value in cost)) if cost else Cost()
+        return cost._replace(fixed=half * cost.fixed, per_byte=half * cost.per_byte) if cost else Cost()
 
     def _cost(self, who: str, kind: str, part: str) -> Cost | None:
         return self.calibration.ops.get(f"{who}/{kind}/{part}")

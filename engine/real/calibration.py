@@ -123,30 +123,27 @@ def together(asked: dict, folder: Path, rank: int, world_size: int) -> tuple[dic
 
 
 def calls(kind: str, size: int, rank: int, ranks: int) -> Callable[[], object]:
-    """A call of a collective with a tensor of `size` bytes on this rank, as plans count them."""
-    count = max(1, size // FLOAT)
-    x = torch.zeros(-(-count // ranks) * ranks)
+    """A call of a collective with a tensor of `size` bytes on this rank, as plans count them. Tensors are new in each
+    call, as they are in a training: in no cache, and in memory that is touched for the first time."""
+    count = -(-max(1, size // FLOAT) // ranks) * ranks
     if kind == "all_reduce":
-        return lambda: dist.all_reduce(x)
+        return lambda: dist.all_reduce(torch.zeros(count))
     if kind == "all_gather":
-        whole = torch.zeros(len(x) * ranks)
-        return lambda: dist.all_gather_into_tensor(whole, x)
+        return lambda: dist.all_gather_into_tensor(torch.empty(count * ranks), torch.zeros(count))
     if kind == "reduce_scatter":
-        part = torch.zeros(len(x) // ranks)
-        return lambda: dist.reduce_scatter_tensor(part, x)
+        return lambda: dist.reduce_scatter_tensor(torch.empty(count // ranks), torch.zeros(count))
     if kind == "broadcast":
-        return lambda: dist.broadcast(x, 0)
+        return lambda: dist.broadcast(torch.zeros(count), 0)
     if kind == "all_to_all":
-        y = torch.zeros_like(x)
-        return lambda: dist.all_to_all_single(y, x)
+        return lambda: dist.all_to_all_single(torch.empty(count), torch.zeros(count))
 
     def message() -> None:
         """From rank 0 to rank 1, and back."""
         for sender in (0, 1):
             if rank == sender:
-                dist.send(x, 1 - sender)
+                dist.send(torch.zeros(count), 1 - sender)
             elif rank == 1 - sender:
-                dist.recv(x, sender)
+                dist.recv(torch.empty(count), sender)
 
     return message
 

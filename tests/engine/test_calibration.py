@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from engine.calibrate import Sample, costs, curves, line
+from engine.calibrate import Sample, costs, curves, line, scale
 from engine.cost import calibration
 from engine.cost.calibration import (
     DIFFERS,
@@ -51,7 +51,7 @@ MADE = Calibration(
         "single/1/backward/block": Cost(0.0, 4e-4, 2e-9, 0.0),
         "fsdp/forward/block": Cost(1e-3, 3e-4, 1e-9, 1e-9),
         "fsdp/all_gather/*": Cost(5e-4, 0.0, 0.0, 1e-9),
-        "pipeline/forward/": Cost(1e-4, 5e-5, 0.0, 0.0),
+        "pipeline/forward/": Cost(1e-4, scale=1.25),
     },
     rates={"memory": 1e9},
 )
@@ -199,7 +199,7 @@ def test_more_threads_make_products_faster():
 def test_a_stage_takes_what_its_layers_take_and_what_its_schedule_adds():
     op = Op(kind="forward", stage=1, microbatch=0, bytes=200_000, flops=10**9)
     seconds = Local(MADE, ("pipeline",)).compute(op, 1, ("block1", "block2"))
-    assert seconds == pytest.approx(5e-5 + 2 * 2e-4 + 200_000 * 1e-9 + 1e-3, rel=2e-3)
+    assert seconds == pytest.approx(1.25 * (2 * 2e-4 + 200_000 * 1e-9) + 1e-3, rel=2e-3)
 
 
 def test_a_half_of_a_backward_takes_half_of_what_it_takes_beside_its_products():
@@ -237,6 +237,11 @@ def test_a_mesh_of_several_axes_is_run_by_several():
 # What is made of measurements
 
 
+def test_a_stage_is_as_many_times_as_long_as_its_layers():
+    assert scale([(1e-3, 2e-3), (4e-3, 8e-3)]) == pytest.approx(2.0)
+    assert scale([]) == 1.0 and scale([(1e-3, -1e-3)]) == 0.0
+
+
 def test_a_line_is_found_again_and_no_part_of_it_is_negative():
     assert line([(x, 1e-3 + 2e-6 * x) for x in (10, 100, 1000)]) == pytest.approx((1e-3, 2e-6))
     assert line([(10, 5e-3), (1000, 1e-3)])[1] == 0.0
@@ -261,10 +266,16 @@ def test_costs_are_found_again_from_what_ops_of_these_costs_take():
 
 
 def test_a_collective_takes_from_its_last_start_to_its_last_end():
-    """By hand: two calls of two ranks, 300 and 500 ns; 0.5 and 1 cores busy."""
+    """By hand: two calls of two ranks, 300 and 500 ns, of which the quicker counts; 0.5 and 1 cores busy."""
     calls = ([[[0, 650], [0, 600]], [[900, 1800], [1000, 1700]]], [[[0, 550], [300, 500]], [[900, 1700], [1200, 1600]]])
     found = [{"all_reduce/64": {"busy": busy, "calls": c}} for busy, c in zip((0.5, 1.0), calls, strict=True)]
-    assert curves(found, 2) == {"all_reduce/2": ((64.0, pytest.approx(400e-9), 1.5),)}
+    assert curves(found, 2) == {"all_reduce/2": ((64.0, pytest.approx(300e-9), 1.5),)}
+
+
+def test_a_smaller_tensor_takes_no_longer_than_a_larger_one():
+    sizes = {64: 900, 128: 200, 256: 400}
+    found = [{f"all_reduce/{n}": {"busy": 1.0, "calls": [[[0, t], [0, t]]]} for n, t in sizes.items()}] * 2
+    assert [point[1] for point in curves(found, 2)["all_reduce/2"]] == pytest.approx([200e-9, 200e-9, 400e-9])
 
 
 def test_a_message_takes_from_its_send_to_the_end_of_its_receive():
