@@ -216,8 +216,8 @@ def rates_of(measured: Mapping[str, Curve]) -> dict[str, float]:
 
 def curves(found: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, tuple[tuple[float, ...], ...]]:
     """What each rank saw of every call -> `all_reduce/2`: (bytes, seconds, cores busy), from when the last rank had
-    begun to when the last had ended; of calls the lower quartile, since processes that wake each other are late
-    whenever anything else runs. And what takes a smaller tensor longer than a larger one is nothing but that."""
+    begun to when the last had ended; the median over calls. Where a smaller tensor took longer than a larger one,
+    something else ran: it takes no longer than that."""
     made: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for key in found[0]:
         kind, size = key.split("/")
@@ -230,7 +230,7 @@ def curves(found: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, tuple[tu
         if not seconds:
             raise CalibrationError(f"no {kind} of {size} bytes was seen")
         busy = sum(rank[key]["busy"] for rank in found[: 2 if kind == "send" else None])
-        made[f"{kind}/{ranks}"].append((float(size), sorted(seconds)[(len(seconds) - 1) // 4] / 1e9, busy))
+        made[f"{kind}/{ranks}"].append((float(size), median(seconds) / 1e9, busy))
     return {key: _rising(sorted(points)) for key, points in made.items()}
 
 

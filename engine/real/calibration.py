@@ -36,6 +36,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # [m, k] x [k, n], from a tiny layer on few samples to a block's on thousands of tokens.
 PRODUCTS = ((16, 16, 16), (64, 64, 64), (64, 256, 256), (512, 128, 512), (2048, 512, 512))
 ARRAYS = (4_096, 262_144, 2_097_152, 16_777_216)  # bytes of an array
+BETWEEN = 4_000_000  # bytes that are read, and written, from one collective to the next
 FEWEST, MOST = 4, 40  # calls of a collective
 FLOAT = 4  # bytes
 
@@ -152,11 +153,13 @@ def links(asked: dict, folder: Path, rank: int, world_size: int) -> tuple[dict, 
     """`all_reduce/65536` -> this rank's (start, end) of every operation of gloo (Unix ns) in each of some calls, and
     the part of that time in which the process used a core."""
     found: dict[str, Any] = {}
+    between = torch.zeros(BETWEEN // FLOAT)  # a step computes between collectives: caches are full of other things
     for kind in asked["kinds"]:
         for size in asked["sizes"]:
             call = calls(kind, size, rank, world_size)
             call()
             began = time.perf_counter()
+            between + 1.0
             call()
             # All ranks make as many calls: rank 0 says how many.
             count = torch.tensor([min(max(int(asked["budget"] / (time.perf_counter() - began)), FEWEST), MOST)])
@@ -164,13 +167,13 @@ def links(asked: dict, folder: Path, rank: int, world_size: int) -> tuple[dict, 
             config = ProfilerConfig(ProfilerState.KINETO, True, False, False, False, False, _ExperimentalConfig())
             _prepare_profiler(config, {ProfilerActivity.CPU})
             _enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})
-            cpu, wall = time.process_time(), time.perf_counter()
-            marks = []
+            marks, cpu, wall = [], 0.0, 0.0
             for _ in range(int(count)):
-                start = time.time_ns()
+                between + 1.0
+                start, used = time.time_ns(), time.process_time()
                 call()
                 marks.append((start, time.time_ns()))
-            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+                cpu, wall = cpu + time.process_time() - used, wall + (marks[-1][1] - start) / 1e9
             events = communications(_disable_profiler().events())
             found[f"{kind}/{size}"] = {"busy": cpu / wall, "calls": _of_calls(marks, events)}
             told(folder, rank)

@@ -266,10 +266,10 @@ def test_costs_are_found_again_from_what_ops_of_these_costs_take():
 
 
 def test_a_collective_takes_from_its_last_start_to_its_last_end():
-    """By hand: two calls of two ranks, 300 and 500 ns, of which the quicker counts; 0.5 and 1 cores busy."""
+    """By hand: two calls of two ranks, 300 and 500 ns; 0.5 and 1 cores busy."""
     calls = ([[[0, 650], [0, 600]], [[900, 1800], [1000, 1700]]], [[[0, 550], [300, 500]], [[900, 1700], [1200, 1600]]])
     found = [{"all_reduce/64": {"busy": busy, "calls": c}} for busy, c in zip((0.5, 1.0), calls, strict=True)]
-    assert curves(found, 2) == {"all_reduce/2": ((64.0, pytest.approx(300e-9), 1.5),)}
+    assert curves(found, 2) == {"all_reduce/2": ((64.0, pytest.approx(400e-9), 1.5),)}
 
 
 def test_a_smaller_tensor_takes_no_longer_than_a_larger_one():
