@@ -276,3 +276,15 @@ def test_an_error_is_told_in_the_chosen_language(lab: Lab):
     assert app.sidebar.error[0].value == "global-batch 必须能被设备数（3）整除；现在是 64。可以试试：63，66。".replace(
         "，6", ", 6"
     )
+
+
+@pytest.mark.parametrize(("language", "told"), [("en", "does not fit"), ("zh", "放不下")])
+def test_a_model_that_does_not_fit_is_an_answer_with_what_would_and_no_error(lab, language, told):
+    app = lab(f"mode=ddp&model=llama3_8b&devices=8&machine=h100&global-batch=8&lang={language}")
+    (box,) = [info.value for info in app.info if told in info.value]
+    assert "mode fsdp" in box
+    assert "85.9 GB" in box
+    assert not app.error
+    assert not app.exception
+    fits = lab(f"mode=fsdp&model=llama3_8b&devices=8&machine=h100&global-batch=8&recompute=full&lang={language}")
+    assert not [info.value for info in fits.info if told in info.value]
