@@ -31,9 +31,9 @@ STEP = 1.5  # seconds that a step takes, unless its ops are too many for that
 # Seconds of one core that a layer of a miniature takes in a pass, a message and a collective, with all that PyTorch
 # does around them; what a backward in halves, DTensor and fully_shard add to a layer or a piece of it; and how much of
 # two cores the ranks may take together, to sleep most of the time. By processor time of the workers, 4 ranks, torch
-# 2.13.
+# 2.13; of DTensor and fully_shard twice that, since all ranks want the cores at the same moments.
 LAYER_WORK, MESSAGE_WORK, COLLECTIVE_WORK = 1.1e-3, 1.2e-3, 1.8e-3
-HALF_WORK, SHARDED_WORK, CUT_WORK = 0.5e-3, 2.5e-3, 4e-3
+HALF_WORK, SHARDED_WORK, CUT_WORK = 0.5e-3, 5e-3, 8e-3
 CORES, LOAD = 2, 0.4
 LARGER_MB = (100.0, 400.0, 1600.0, ONE_BUCKET_MB)  # of buckets, where those that were asked for cannot be had
 STARTS = 40  # gradients, the first ones, at which runs that are tried as buckets begin
@@ -211,7 +211,8 @@ def dilation(job: Job, simulation: Simulation) -> float:
 
 def _work(program: Program, job: Job) -> float:
     """Seconds of a core that a rank of a miniature needs for a step."""
-    layer = LAYER_WORK + CUT_WORK * (job.degree("tp") > 1) + SHARDED_WORK * (job.degree("fsdp") > 1)
+    sharded = job.degree("fsdp") > 1 or (job.spec.mode == "hybrid" and job.degree("dp") > 1)
+    layer = LAYER_WORK + CUT_WORK * (job.degree("tp") > 1) + SHARDED_WORK * sharded
     ops, stages, each = Ops.of(program.ops), job.stages, []
     for op in ops.templates:
         if op.is_compute:
