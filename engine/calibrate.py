@@ -74,7 +74,7 @@ class CalibrationError(RuntimeError):
 class Effort:
     """How long to look: `steps` of a training, `budget` seconds of a product or a collective, ranks to try."""
 
-    steps: int = 9
+    steps: int = 7
     budget: float = 0.04
     ranks: tuple[int, ...] = (2, 4)
     modes: tuple[str, ...] | None = None  # None: all

@@ -76,13 +76,6 @@ class Predicted(NamedTuple):
     inferred: tuple[str, ...] = ()
 
 
-# What the configuration file that a row names says, where the collection says otherwise: (pattern of ids) -> a
-# part of `parallel`, and why.
-CORRECTED = {
-    r"mlm_ci_gpt3_7b_tp4_pp1_memory_speed": ({"sp": False}, "no sequence parallelism: its model_config.yaml has none"),
-}
-
-
 def case_of(row: Row) -> Case:
     if row.kind != MEASURED:
         raise Unusable("not a measurement but worked out or read off a figure", row.kind)
@@ -90,10 +83,6 @@ def case_of(row: Row) -> Case:
         raise Unusable("the row gives no shape of its model", str(row.model.get("name") or row.model.get("arch") or ""))
     _strict(row)
     inferred: list[str] = []
-    for pattern, (said, why) in CORRECTED.items():
-        if re.match(pattern, row.id) and not said.items() <= row.parallel.items():
-            row = replace(row, parallel=row.parallel | said)
-            inferred.append(why)
     shape = _model(row.model, inferred)
     layout = _layout(row, inferred)
     batch = _batch(row, layout["dp"], inferred)
