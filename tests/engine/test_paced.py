@@ -14,7 +14,7 @@ from engine.paced import TABLE
 from engine.predict import predict
 from engine.spec import Spec
 from engine.timeline import Timeline
-from tests.engine.proof import finished, holds
+from tests.engine.proof import finished
 
 NEAR = 0.15  # of a step: how far a busy machine may be from the clock
 SMALL = {"model": "mlp", "layers": 3, "hidden": 2048, "dataset": "synthetic", "steps": 4, "device": "cpu"}
@@ -26,7 +26,7 @@ def test_a_pipeline_takes_its_time_and_trains_as_one_device_does(launcher, runs_
     spec = Spec(mode="pipeline", devices=4, microbatches=8, schedule="1f1b", paced="unit", dilation=0.03, **SMALL)
     with alone():
         result = finished(spec, launcher, runs_dir)
-    holds(result)
+    assert result["parity"]["ok"] and result["conformance"]["ok"], (result["parity"], result["conformance"])
     assert result["predicted_step_time"] == pytest.approx(33 * 0.03)
     assert _best_step(runs_dir, result) == pytest.approx(33 * 0.03, rel=NEAR)
     assert result["scale_model"]["pictured_step_time"] == pytest.approx(33)
@@ -44,7 +44,7 @@ def test_replicas_wait_for_a_slow_one_at_their_gradients(launcher, runs_dir, alo
     spec = spec.with_(dilation=round(factor, 3))
     with alone():
         result = finished(spec, launcher, runs_dir)
-    holds(result)
+    assert result["parity"]["ok"] and result["conformance"]["ok"], (result["parity"], result["conformance"])
     predicted = predict(spec).timeline
     assert _best_step(runs_dir, result) == pytest.approx(result["predicted_step_time"], rel=NEAR)
     timeline = Timeline.load(runs_dir / result["run_id"] / "timeline.parquet").step(3)

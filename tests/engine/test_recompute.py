@@ -267,7 +267,7 @@ PIPELINE = {"mode": "pipeline", "microbatches": 4}
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
 def test_what_a_real_run_computes_again_it_does_not_keep(devices, settings, launcher, runs_dir):
-    """Collectives of the ranks that share a layer included, and bytes to 1 %. On a busy machine gloo's thread may let go
+    """Collectives of the ranks that share a layer included, and bytes to 1 %. On a busy machine gloo's thread lets go
     of a gathered tensor after the peak (seldom, seen with `sequence` alone), so one run of three has to be exact."""
     spec = Spec(**TEXT | {"devices": devices} | settings, steps=4, device="cpu")
     seen = []
