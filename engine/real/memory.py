@@ -106,14 +106,12 @@ class Ledger(MemTracker):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its op on the local tensors comes next
         task = torch._C._current_graph_task_id()
-        if Again.done != self.again:  # all that a layer needs to go back is there again
-            self.again = Again.done
-            self._count("activations")
-        if task not in (-1, self.task):
+        # A backward pass begins, or all that a layer needs to go back is there again.
+        if task not in (-1, self.task) or Again.done != self.again:
             if dist.is_initialized():
                 time.sleep(LET_GO)
             self._count("activations")
-        self.task = task
+        self.task, self.again = task, Again.done
         result = func(*args, **(kwargs or {}))
         if active_fake_mode() is not None:  # DTensor only asks for shapes
             return result
