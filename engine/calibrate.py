@@ -1,4 +1,4 @@
-"""This machine -> its Calibration: measured by real processes of a warm launcher, in about 20 s, without torch here.
+"""This machine -> its Calibration: measured by real processes of a warm launcher, in half a minute, without torch here.
 
 Products, collectives and small trainings of every mode are run and recorded (`engine.real.calibration`). Of a training
 each op is joined to the planned one, as in any run; what its class takes at two sizes gives a fixed part and so much a

@@ -40,10 +40,10 @@ class Device:
 MEMORY_REACHED = 0.88
 # Seconds from one kernel to the next on a stream that is kept full (Gysi et al. 2019; NVIDIA, "Understanding the
 # visualization of overhead and latency in Nsight Systems", 2020: launches of 2 to 5 us).
+LAUNCH = 3e-6
 # Of the rate that a large matmul reaches alone, what products keep for hours between all others: clocks fall at the
 # device's power limit, and operands are not in the cache. Fitted on A100s (docs/decisions).
 SUSTAINED = 0.90
-LAUNCH = 3e-6
 # Seconds of a call of NCCL beside its rounds (graph/tuning.cc: a ring's base latency, 6.6 to 14 us by protocol).
 CALL = 8.4e-6
 PCIE4 = 25e9  # bytes a second from a host; PCIe 4.0 x16 is 32 GB/s, of which copies from pinned memory reach about 25
@@ -100,19 +100,6 @@ DEVICES = {
         memory_rate=3.35 * TERA,
         sms=132,
     ),
-    # H200 SXM data sheet: an H100's units, 141 GB at 4.8 TB/s.
-    "h200": Device(
-        fp32=494.7,
-        fp16=989.4,
-        bf16=989.4,
-        fp8=1979,
-        reached=0.728,
-        reached_fp8=0.647,
-        flash=0.35,
-        memory=141 * 10**9,
-        memory_rate=4.8 * TERA,
-        sms=132,
-    ),
     # HGX B200 data sheet (a GPU): 1.1 PFLOP/s TF32, 2.25 bf16, 4.5 fp8; 180 GB at 7.7 TB/s; 148 SMs. Measured
     # 1448 to 1562 for a 7B model's (arXiv:2604.23466, tables III and IV); 1745 for the best shape (Bekman).
     "b200": Device(
@@ -156,6 +143,8 @@ DEVICES = {
         sms=128,
     ),
 }
+# H200 SXM data sheet: an H100's units, 141 GB at 4.8 TB/s.
+DEVICES["h200"] = replace(DEVICES["h100"], memory=141 * 10**9, memory_rate=4.8 * TERA)
 
 # Bytes a second of a device in one direction. NVLink: links times what NCCL counts for one (graph/topo.h: 20 GB/s on
 # SM70 and SM80, 20.6 on SM90, 40.1 on SM100), of 25, 25, 25 and 50 of the data sheets. Networks: 95 % of the line rate,

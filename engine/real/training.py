@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -104,6 +104,17 @@ def _forget_turn(module: FSDPModule) -> None:
         group.comm_ctx.post_forward_order.clear()
 
 
+def in_microsteps(job: Job, recorder: Recorder, one_pass: Callable[[int, int], Any]) -> list[Any]:
+    """What `one_pass(k, count)` returns of each micro-step. Where there are several, their ops carry their number."""
+    if job.microsteps == 1:
+        return [one_pass(0, 1)]
+    returned = []
+    for k in range(job.microsteps):
+        with recorder.microstep(k):
+            returned.append(one_pass(k, job.microsteps))
+    return returned
+
+
 class LocalTraining:
     """A chain of layers on one device, with the loss at its end: `single`, and each replica of a data-parallel mode."""
 
@@ -115,15 +126,12 @@ class LocalTraining:
 
     def make_gradients(self, step: int) -> float:
         self.optimizer.zero_grad()
-        count = self.job.microsteps
-        if count == 1:
-            return self._pass(step, 0, count)
-        losses = []
-        for k in range(count):
-            synced = self.job.spec.sync_every_microstep or k == count - 1
-            with self.place.recorder.microstep(k), self.reducing(synced):
-                losses.append(self._pass(step, k, count))
-        return sum(losses)
+
+        def reduced(k: int, count: int) -> float:
+            with self.reducing(bool(self.job.spec.sync_every_microstep) or k == count - 1):
+                return self._pass(step, k, count)
+
+        return sum(in_microsteps(self.job, self.place.recorder, reduced))
 
     def _pass(self, step: int, k: int, count: int) -> float:
         """Micro-step `k` of `count`: its part of the step's mean loss, and of the gradients."""

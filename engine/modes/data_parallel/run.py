@@ -7,6 +7,7 @@ parallel apply, gather, and their mirror image on the way back.
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from engine.job import Job
 from engine.real import models
 from engine.real.data import Batches
-from engine.real.training import LocalTraining, Place
+from engine.real.training import LocalTraining, Place, in_microsteps
 
 T = TypeVar("T")
 
@@ -44,14 +45,7 @@ class Threads:
 
     def make_gradients(self, step: int) -> float:
         self.replicas[0].zero_grad()
-        count = self.job.microsteps
-        if count == 1:
-            return self._pass(step, 0, count)
-        losses = []
-        for k in range(count):
-            with self.recorder.microstep(k):
-                losses.append(self._pass(step, k, count))
-        return sum(losses)
+        return sum(in_microsteps(self.job, self.recorder, partial(self._pass, step)))
 
     def _pass(self, step: int, k: int, count: int) -> float:
         """Micro-step `k` of `count`: device 0 adds up the gradients of all, and of all micro-steps."""

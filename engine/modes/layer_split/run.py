@@ -1,5 +1,6 @@
 """A job split by layers: each rank holds a run of layers; activations and gradients pass through torch.distributed."""
 
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from engine.job import Job
 from engine.real import models
 from engine.real.data import Batches
-from engine.real.training import Place
+from engine.real.training import Place, in_microsteps
 
 
 def training(job: Job, place: Place) -> "LayerSplit":
@@ -36,13 +37,7 @@ class LayerSplit:
 
     def make_gradients(self, step: int) -> float | None:
         self.optimizer.zero_grad()
-        count = self.job.microsteps
-        if count == 1:
-            return self._pass(step, 0, count)
-        losses = []
-        for k in range(count):
-            with self.recorder.microstep(k):
-                losses.append(self._pass(step, k, count))
+        losses = in_microsteps(self.job, self.recorder, partial(self._pass, step))
         return sum(losses) if self.is_last else None
 
     def _pass(self, step: int, k: int, count: int) -> float | None:
