@@ -37,3 +37,24 @@ def test_parts_are_stacked_to_the_peak_below_the_line_of_the_device(language):
     assert len(names) == len(set(names))
     far = plot_over_time(info._replace(capacity=10**15), locales.text(language)).to_dict()
     assert not far["layout"].get("shapes")
+
+
+@pytest.mark.browser
+@pytest.mark.xdist_group("player")
+@pytest.mark.parametrize("spec", [LARGE, Spec(mode="tensor", devices=2, model="gpt")], ids=["three ranks", "one"])
+def test_no_words_lie_on_others(spec, browser):
+    """The legend, the names of ranks, the peaks and the axes' numbers, as wide as a page has them."""
+    figure = plot_over_time(over_time_info(predict(spec).simulation, H100), locales.text("en"))
+    page = browser.new_page(viewport={"width": 860, "height": 900})
+    page.set_content(figure.to_html(include_plotlyjs=True))
+    page.wait_for_selector(".legend")
+    boxes = page.evaluate(
+        """() => [...document.querySelectorAll(".legendtext, .annotation-text, .xtick text, .ytick text, .y2tick text")]
+          .map((e) => [e.textContent, e.getBoundingClientRect()])
+          .map(([t, b]) => [t, b.left, b.right, b.top, b.bottom])"""
+    )
+    page.close()
+    assert len(boxes) > 10
+    for i, (one, left, right, top, bottom) in enumerate(boxes):
+        for other, a, b, c, d in boxes[:i]:
+            assert not (min(right, b) - max(left, a) > 1 and min(bottom, d) - max(top, c) > 1), (one, other)

@@ -82,7 +82,8 @@ def plot_over_time(info: OverTimeInfo, text: Text) -> go.Figure:
     )
     # A capacity that is far above would press everything down: then it is told, not drawn.
     shown = info.capacity is not None and info.capacity <= 4 * max(rank.peak[1] for rank in info.ranks)
-    top = 1.12 * (most if shown else max(rank.peak[1] for rank in info.ranks)) / size
+    # Room for a peak's words, below the rank's name.
+    top = max(1.4 * max(rank.peak[1] for rank in info.ranks), 1.12 * most if shown else 0) / size
     gap, number = 0.1, len(info.ranks)
     each = (1 - gap * (number - 1)) / number
     data, axes, notes, shapes = [], {}, [], []
@@ -122,11 +123,12 @@ def plot_over_time(info: OverTimeInfo, text: Text) -> go.Figure:
             "xref": "x", "yref": f"y{axis}", "showarrow": True, "arrowhead": 2, "ax": 0, "ay": -18,
         })  # fmt: skip
     x = {"range": [0, info.seconds / unit], "ticksuffix": f" {unit_name}", "nticks": 8, "anchor": f"y{axis}"}
+    x |= {"ticks": "outside", "ticklen": 8, "tickcolor": "rgba(0,0,0,0)"}  # clear of the lowest size
     layout = theme.layout(
         height=90 + HEIGHT * number,
         showlegend=True,
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "yref": "paper", "traceorder": "normal"},
-        margin={"t": 84, "b": 40},
+        legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "top", "yref": "container", "traceorder": "normal"},
+        margin={"t": 84, "b": 48},
         hovermode="x unified",
         xaxis=x,
         shapes=shapes,
