@@ -24,6 +24,7 @@ from engine.analysis.shares import (
 )
 from engine.cost.machine import machine
 from engine.job import prepare
+from engine.predict import predict
 from engine.simulate import simulate
 from engine.spec import Spec
 from engine.timeline import Span, Timeline
@@ -212,3 +213,22 @@ def test_formulas_name_what_is_divided_by_what():
     assert BUBBLE_FORMULA == "bubble fraction = idle compute time / (ranks × makespan)"
     assert "idle compute time / busy compute time" in BUBBLE_OVER_IDEAL_FORMULA
     assert "(ranks × makespan)" in EXPOSED_FORMULA
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec(mode="fsdp", devices=4, model="cnn", machine="h100"),  # the last shard is smaller than the three others
+        Spec(mode="pipeline", devices=4, model="gpt", microbatches=8, machine="h100"),
+        Spec(mode="ddp", devices=6, model="mlp", global_batch=66, machine="h100", slow_rank="5:3"),
+        Spec(mode="hybrid", devices=12, model="gpt", pp=2, dp=6, machine="h100", slow_rank="7:2", global_batch=48),
+    ],
+    ids=["uneven shards", "stages", "a slow replica", "a slow rank of a mesh"],
+)
+def test_a_rank_that_stands_for_others_counts_as_often_as_they_would(spec):
+    simulation = predict(spec).simulation
+    short, whole = simulation.by_role, simulation.timeline
+    assert len(short) < len(whole) or spec.mode == "pipeline"
+    for measure in (bubble_fraction, bubble_over_ideal, exposed_communication_fraction, overlap_fraction):
+        assert measure(short) == pytest.approx(measure(whole), rel=1e-12)
+    assert busy_seconds(short) == pytest.approx(busy_seconds(whole), rel=1e-12)

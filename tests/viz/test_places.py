@@ -291,6 +291,14 @@ def test_of_a_large_mesh_a_small_one_is_drawn_with_stages_before_all_else():
     assert shown(pp=2, dp=2, tp=4) == tuple(range(16))
 
 
+def test_of_more_stages_than_there_is_room_for_the_first_are_drawn_without_a_link_to_the_rest():
+    plan, layers, timeline = predicted("pipeline", 20, model="mlp", layers=20, microbatches=32)
+    info = picture_info(plan, layers, timeline)
+    assert [box.rank for box in info.places.boxes] == list(range(16))
+    assert max(rank for link in info.places.links for rank in link) == 15
+    assert moving_picture(info, EN)["caption"] == "16 of 20 devices are drawn."
+
+
 def test_packets_between_the_drawn_ranks_of_a_large_mesh_end_at_their_boxes():
     plan, layers, timeline = predicted(
         "hybrid",
