@@ -85,6 +85,7 @@ class Recorder:
         self._messages: list[tuple[int, Op]] = []
         self._collectives: list[tuple[int, int, Op]] = []  # step, when it was called (ns), what it is
         self._microsteps: list[tuple[int, int, int]] = []  # begin, end (ns), index
+        self._microstep: int | None = None  # the one that goes on
         self._expected: list[tuple[int, Op]] = []
         self._listed = False  # what is called now is in that list
         self._awaited: dict[int, int] = {}  # a result that nobody has waited for yet: when it was called for (ns)
@@ -133,11 +134,12 @@ class Recorder:
     @contextmanager
     def microstep(self, index: int) -> Iterator[None]:
         """What is computed and communicated in the body belongs to this of several micro-steps."""
-        begun, self.microbatch = self.now(), index
+        begun = self.now()
+        self.microbatch = self._microstep = index
         try:
             yield
         finally:
-            self.microbatch = NONE
+            self.microbatch, self._microstep = NONE, None
             if self.recording:
                 self._microsteps.append((begun, self.now(), index))
 
@@ -218,9 +220,11 @@ class Recorder:
             self._called = self.now()
 
     def background(self, kind: str, part: str, payload: str, size: int, *, axis: str) -> None:
-        """A collective for a layer is about to be called, perhaps in the background: no compute is cut by it."""
+        """A collective for a layer is about to be called, perhaps in the background: it cuts no compute, and it may
+        begin when the micro-step that called it is over."""
         if self.recording:
-            self._call(Op(kind=kind, part=part, payload=payload, axis=axis, bytes=size))
+            where = {"part": part, "microbatch": self._microstep}
+            self._call(Op(kind=kind, payload=payload, axis=axis, bytes=size, **where))
 
     def _call(self, op: Op) -> None:
         self._collectives.append((self._step, self.now(), op))
@@ -319,8 +323,10 @@ class Recorder:
                 else:
                     kind, axis, payload, part = self.identify(event)
                     size = event.bytes
-                within = next((k for first, last, k in self._microsteps if first <= event.start <= last), microbatch)
-                yield Span(self.rank, axis, kind, *where, stage, within, part, payload, axis, NONE, size)
+                if microbatch == NONE:
+                    began_in = (k for first, last, k in self._microsteps if first <= event.start <= last)
+                    microbatch = next(began_in, NONE)
+                yield Span(self.rank, axis, kind, *where, stage, microbatch, part, payload, axis, NONE, size)
 
     def _link(self, op: Op) -> tuple[str, int]:
         """The lane of a message, and the rank at its other end; a coordinate is the rank where there is one axis."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from engine.job import prepare
 from engine.rules import SpecError
 from engine.simulate import simulate
 from engine.spec import Spec
+from engine.timeline import Span
 from tests.engine.proof import finished, holds
 
 SMALL = {"model": "mlp", "layers": 2, "hidden": 32, "global_batch": 32}
@@ -222,3 +224,28 @@ def test_real_micro_steps_are_those_planned_and_add_up_to_the_large_batch(mode, 
     result = finished(spec, launcher, runs_dir)
     holds(result)
     assert result["parity"]["grad_max_rel_diff"] < 1e-5
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "later"])
+def test_a_collective_belongs_to_the_micro_step_that_called_it(late, tmp_path, monkeypatch):
+    """A backend's thread may take up what was called in the background in one micro-step when that one is over, in the
+    next one or after the last."""
+    from engine.real import recorder as module
+
+    recorder = module.Recorder(tmp_path / "spans", 0, 0)
+    called: list[int] = []
+    monkeypatch.setattr(
+        module, "communications", lambda seen: [module.Event("all_reduce", at, at + 1, 64) for at in called]
+    )
+    recorder.begin_step(0)
+    for k in range(2):
+        with recorder.microstep(k):
+            recorder.background("all_reduce", "block1.experts", "gradient", 64, axis="dp")
+            if not late:
+                called.append(recorder.now())
+    if late:
+        called += [recorder.now()] * 2
+    recorder.end_step()
+    recorder.flush()
+    spans = [json.loads(line) for line in (tmp_path / "spans").read_text().splitlines()]
+    assert [dict(zip(Span._fields, span, strict=True))["microbatch"] for span in spans] == [0, 1]
