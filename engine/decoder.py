@@ -19,11 +19,6 @@ ITEM_BYTES = {"fp32": FP32, "bf16": 2, "fp16": 2, "fp8": 2}  # of a number kept;
 GATED = ("swiglu",)  # activations with a third matrix
 
 
-def norm_saved(hidden: int) -> int:
-    """Numbers that an RMSNorm keeps of each token: its output, that without the weight, and the scale."""
-    return 2 * hidden + 1
-
-
 @dataclass(frozen=True, slots=True)
 class Decoder:
     hidden: int
@@ -184,12 +179,11 @@ class Decoder:
     # --- what is done to each token ---------------------------------------------------------------------------------
 
     def norm_saved(self, tokens: int | None = None) -> int:
-        """Bytes that a norm keeps: its output, which is a product's input, its scale, and, where it is taken in steps,
-        its input without the weight; else it needs its input, which is kept as what it is the output of."""
-        h = self.hidden
-        return self.item * (tokens or self.context) * (h if self.fused else norm_saved(h)) + (
-            FP32 * (tokens or self.context) if self.fused else 0
-        )
+        """Bytes that a norm keeps: its output, which is a product's input, and its scale in fp32; where it is taken in
+        steps also its input without the weight, and what of two bytes was made fp32 for it. (Its input is kept as what
+        it is the output of.)"""
+        steps = 0 if self.fused else self.item + (FP32 if self.item < FP32 else 0)
+        return (tokens or self.context) * ((self.item + steps) * self.hidden + FP32)
 
     def sum_saved(self, tokens: int | None = None) -> int:
         """Bytes of a sum of what went round a part of a block and what came through, and of a mask."""
@@ -214,8 +208,8 @@ class Decoder:
         return (kernels.matmul(self.context, vocabulary // ranks, self.hidden, self.item),)
 
     def logits_saved(self, vocabulary: int, ranks: int = 1) -> int:
-        """Their logarithms; or, of logits of two bytes, the softmax in fp32."""
-        return (FP32 if self.fused else self.item) * self.context * vocabulary // ranks
+        """Their logarithms in fp32; or, of logits of two bytes, the softmax."""
+        return FP32 * self.context * vocabulary // ranks
 
     def logits_beside(self, vocabulary: int, ranks: int = 1, *, fused: bool) -> tuple[int, int]:
         """While the head goes back, of a sample: its logits as they were made, unless the loss is one kernel; and once:

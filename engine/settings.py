@@ -105,7 +105,6 @@ AXIS_REASONS = {
 }
 # Values that a model that runs does not take, and why.
 MODEL_REASONS = {
-    ("moe", "precision", "bf16"): "rounding alone would send tokens to other experts than on one device",
     ("moe", "recompute", "selective"): "which products of its experts are kept is not planned",
 }
 DENSE = ("gpt", *(name for name in PRESETS if family(name) == "gpt"))

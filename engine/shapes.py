@@ -19,7 +19,6 @@ from engine.cost.kernels import Kernels, memory
 from engine.decoder import FP32 as FP32
 from engine.decoder import ITEM_BYTES as ITEM_BYTES
 from engine.decoder import Decoder
-from engine.decoder import norm_saved as norm_saved
 from engine.presets import family
 from engine.spec import Spec
 
@@ -98,9 +97,14 @@ def _conv(name: str, inputs: int, outputs: int, side: int, item: int) -> Layer:
 
 
 def _linear(name: str, inputs: int, outputs: int, item: int) -> Layer:
-    """With a ReLU, whose output is kept; or the last one, of whose output the loss keeps the logarithms."""
+    """With a ReLU, whose output is kept."""
     params = (("weight", (outputs, inputs)), ("bias", (outputs,)))
     return Layer(name, params, 2 * inputs * outputs, (outputs,), item * outputs, item)
+
+
+def _output(name: str, inputs: int, outputs: int, item: int) -> Layer:
+    """The last one: of what it puts out the loss keeps the logarithms, in fp32."""
+    return replace(_linear(name, inputs, outputs, item), saved=FP32 * outputs)
 
 
 def _cnn(classes: int, item: int) -> tuple[Layer, ...]:
@@ -109,7 +113,7 @@ def _cnn(classes: int, item: int) -> tuple[Layer, ...]:
         _conv("conv1", 1, 20, 28, item),
         _conv("conv2", 20, 50, 12, item),
         _linear("fc1", 800, 500, item),
-        _linear("fc2", 500, classes, item),
+        _output("fc2", 500, classes, item),
     )
 
 
@@ -117,7 +121,7 @@ def _mlp(layers: int, hidden: int, classes: int, item: int) -> tuple[Layer, ...]
     widths = [784] + [hidden] * layers
     sizes = enumerate(itertools.pairwise(widths), start=1)
     hidden_layers = [_linear(f"fc{i}", a, b, item) for i, (a, b) in sizes]
-    return (*hidden_layers, _linear("out", hidden, classes, item))
+    return (*hidden_layers, _output("out", hidden, classes, item))
 
 
 def _decoder(spec: Spec, sizes: Decoder, vocabulary: int) -> tuple[Layer, ...]:
@@ -180,10 +184,10 @@ def _routed(dense: _Block, sizes: Decoder, spec: Spec) -> _Block:
     params += [(f"shared.{name}", shape) for name, shape in (sizes.mlp_params(shared) if shared else ())]
     params += [(f"experts.{e}.{name}", shape) for e in experts for name, shape in mlp]
     flops = dense[1] + (k - 1) * sizes.mlp_flops() + 2 * c * h * spec.experts
-    # Kept of a token: the router's probabilities and its choices (int64 thrice: which, in which order, and back); of
-    # each of its copies the input, the MLP's, and the output.
+    # Kept of a token: the router's probabilities, in fp32, and its choices (int64 thrice: which, in which order, and
+    # back); of each of its copies the input, the MLP's, and the output.
     inside = sizes.mlp_saved()
-    saved = dense[2] - inside + item * c * (spec.experts + k * (1 + 2 * h)) + k * inside + 8 * c * 3 * k
+    saved = dense[2] - inside + c * (FP32 * spec.experts + item * k * (1 + 2 * h)) + k * inside + 8 * c * 3 * k
     if shared:
         flops, saved = flops + sizes.mlp_flops(ffn=shared), saved + sizes.mlp_saved(ffn=shared)
     kernels = (

@@ -118,6 +118,27 @@ class Experts(nn.Module):
         return torch.cat([expert(part) for expert, part in zip(self.children(), parts, strict=True)])
 
 
+class Scores(torch.autograd.Function):
+    """A router's product in fp32, whatever its tokens and weights are in, of which nothing is kept but these."""
+
+    @staticmethod
+    def forward(ctx, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tokens, weight)
+        return F.linear(tokens.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, weight = ctx.saved_tensors
+        return (gradient @ weight.float()).to(tokens.dtype), (gradient.T @ tokens.float()).to(weight.dtype)
+
+
+class Router(nn.Linear):
+    """[tokens, hidden] -> scores of the experts in fp32: rounded to 8 bits many would be equal, and chance chose."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return Scores.apply(tokens, self.weight)
+
+
 class MixtureBlock(Block):
     """A Block whose MLP is a mixture of experts: a router gives each token to `top_k` of them, and their outputs are
     added up, each times the router's probability for it.
@@ -135,7 +156,7 @@ class MixtureBlock(Block):
         self.elsewhere: Callable | None = None  # where experts are on other devices too: called as they are
 
     def add_mlp(self, hidden: int) -> None:
-        self.router = nn.Linear(hidden, self.num_experts, bias=False)
+        self.router = Router(hidden, self.num_experts, bias=False)
         self.experts = Experts(hidden, range(self.num_experts))
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
@@ -148,7 +169,7 @@ class MixtureBlock(Block):
             MixtureBlock.routed.append((self.name, counts))
         made = (self.elsewhere or self.experts)(tokens, order // self.top_k, counts)
         of_token = made[order.argsort()].unflatten(0, (-1, self.top_k))
-        return (of_token * probabilities.unsqueeze(-1)).sum(-2).view_as(x)
+        return (of_token * probabilities.to(x.dtype).unsqueeze(-1)).sum(-2).view_as(x)
 
 
 def in_backward() -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import torch
 import torch.distributed as dist
@@ -61,13 +62,17 @@ def _tolerance_of_bf16(spec: Spec) -> dict[str, float]:
     sums, 8 u. A logit of size 2 is rounded by 2 u in each of three layers, and a loss is off by that, 6 u. A weight
     near 1 may be rounded to its neighbour, 2^-7 away; AdamW may also take a gradient near 0 for its opposite, and go
     2 lr astray.
+
+    A token between two experts is such a unit too, and goes as a whole: of an expert's n tokens 4 u n, or one.
     """
-    u = 2.0**-9
+    u, near = 2.0**-9, 4 * 2.0**-9
+    if spec.experts:
+        near = max(near, spec.experts / (spec.global_batch * spec.context * spec.top_k))
     allowed = {
         "loss_max_abs_diff": 6 * u,
         "grad_max_rel_diff": 1.0,
         "param_max_abs_diff": 2.0**-7 + (2 * spec.lr if spec.optimizer == "adamw" else 0),
-        "grad_norm_rel_diff": 4 * u**0.5,
+        "grad_norm_rel_diff": 2 * near**0.5,
     }
     return allowed | ({"norm_max_rel_diff": 8 * u} if spec.clip is not None else {})
 
@@ -131,8 +136,10 @@ class Parity:
         """How far what this rank holds is from a reference; collective where it holds shards."""
         held = {name: whole(p) for name, p in self.training.held().items()}
         pairs = [
-            (whole(gradient), wanted[name])
-            for kept, wanted in zip(self.gradients, reference.gradients, strict=True)
+            (whole(gradient), wanted[name], scale[name])
+            for kept, wanted, scale in zip(
+                self.gradients, reference.gradients, map(sizes, reference.gradients), strict=True
+            )
             for name, gradient in kept.items()
         ]
         norms = zip(self.norms, reference.norms, strict=True)
@@ -140,8 +147,8 @@ class Parity:
             "held": sorted(held),
             "losses": self.losses,
             "routed": self.routed,
-            "grad": max((relative(mine, wanted) for mine, wanted in pairs), default=0.0),
-            "apart": max((apart(mine, wanted) for mine, wanted in pairs), default=0.0),
+            "grad": max((relative(mine, wanted) for mine, wanted, _ in pairs), default=0.0),
+            "apart": max((apart(mine, wanted, scale) for mine, wanted, scale in pairs), default=0.0),
             "norm": max((_relative_to(mine, wanted) for mine, wanted in norms if wanted), default=None),
             "param": max((_largest(held[n] - reference.parameters[n]) for n in held), default=0.0),
         }
@@ -161,9 +168,18 @@ def relative(mine: torch.Tensor, reference: torch.Tensor) -> float:
     return _largest(mine - reference) / scale if scale else (0.0 if not _largest(mine) else math.inf)
 
 
-def apart(mine: torch.Tensor, reference: torch.Tensor) -> float:
-    """The norm of the difference, relative to the reference's."""
-    scale, difference = (torch.linalg.vector_norm(t.float()).item() for t in (reference, mine - reference))
+def sizes(gradients: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Of each gradient the norm; of an expert's, the quadratic mean over the block's experts, as some get few tokens."""
+    alike: dict[str, list[str]] = {}
+    for name in gradients:
+        alike.setdefault(re.sub(r"(?<=\.experts\.)\d+", "", name), []).append(name)
+    norms = {name: torch.linalg.vector_norm(gradient.float()).item() for name, gradient in gradients.items()}
+    return {n: math.hypot(*map(norms.get, names)) / len(names) ** 0.5 for names in alike.values() for n in names}
+
+
+def apart(mine: torch.Tensor, reference: torch.Tensor, scale: float) -> float:
+    """The norm of the difference, relative to `scale`."""
+    difference = torch.linalg.vector_norm((mine - reference).float()).item()
     if math.isnan(difference) or math.isnan(scale):
         return math.inf
     return difference / scale if scale else (0.0 if not difference else math.inf)

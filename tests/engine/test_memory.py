@@ -93,6 +93,7 @@ CASES = {
     "sequence": ("sequence", 2, GPT),
     "context": ("context", 2, GPT),
     "expert": ("expert", 2, GPT | {"model": "moe", "experts": 4}),
+    "expert-bf16": ("expert", 2, GPT | {"model": "moe", "experts": 4, "precision": "bf16"}),
     "experts of replicas": ("hybrid", 4, GPT | {"model": "moe", "experts": 4, "dp": 2, "ep": 2}),
 }
 

@@ -3,7 +3,7 @@
 from engine.decoder import Decoder
 from engine.job import Job
 from engine.modes.tensor.shards import piece
-from engine.shapes import Layer, expert_kernels
+from engine.shapes import FP32, Layer, expert_kernels
 
 INT64 = 8  # bytes
 LATENT = ("q_down", "q_norm", "q_up", "kv_down", "kv_norm", "kv_up")
@@ -12,14 +12,15 @@ ATTENTION = ("norm1", "qkv", *LATENT, "proj", "norm2", "router", "shared")
 
 def pieces(job: Job, layer: Layer, arrived: int, samples: int) -> tuple[Layer, Layer, Layer]:
     """Up to the copies on their way, the experts, and from the copies that are back. What experts share is computed
-    first. Indices are int64: which experts, and three orders. Of each copy an expert keeps the input, and its MLP's."""
+    first. Probabilities are fp32, and indices int64: which experts, and three orders. Of each copy an expert keeps the
+    input, and its MLP's."""
     (c, h), spec, sizes, item = layer.output, job.spec, Decoder.of(job.spec, job.item), job.item
     num, k, shared = spec.experts, spec.top_k, (spec.shared_experts or 0) * sizes.ffn
     whole, norms = {"ffn": shared}, sizes.norm_kernels()
     attention = piece(
         layer, "attention", *ATTENTION,
         flops=sizes.attention_flops() + 2 * c * h * num + (sizes.mlp_flops(**whole) if shared else 0),
-        saved=item * c * (h + num) + 2 * sizes.norm_saved() + sizes.attention_saved() + INT64 * c * 2 * k
+        saved=c * (item * h + FP32 * num) + 2 * sizes.norm_saved() + sizes.attention_saved() + INT64 * c * 2 * k
         + (sizes.mlp_saved(**whole) if shared else 0),
         output=(c, h),
         kernels=(
