@@ -169,7 +169,7 @@ def relative(mine: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def sizes(gradients: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Of each gradient the norm; of an expert's, the quadratic mean over the block's experts, as some get few tokens."""
+    """Of each gradient the norm; of an expert's, the quadratic mean over the block's experts, as some get few."""
     alike: dict[str, list[str]] = {}
     for name in gradients:
         alike.setdefault(re.sub(r"(?<=\.experts\.)\d+", "", name), []).append(name)
