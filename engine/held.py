@@ -8,10 +8,13 @@ import numpy as np
 
 from engine.columns import Ops
 from engine.cost.memory import KEPT, by_category
-from engine.plan import Program
+from engine.plan import KINDS, Program
 
 # Categories over time: those of a peak, of which gathered layers, logits and what an op needs while it lasts are apart.
 OVER_TIME = ("parameters", "optimizer", "gradients", "gathered", "buffers", "activations", "logits", "at_work")
+
+
+NUMBER = {kind: i for i, kind in enumerate(KINDS)}
 
 
 class Held(NamedTuple):
@@ -81,8 +84,12 @@ def held_by(ops: Ops) -> Held:
     if microbatch.max(initial=0) > len(ops):  # keys below must be small numbers, and microbatches may not be
         microbatch = np.unique(microbatch, return_inverse=True)[1]
 
+    kind = np.array([NUMBER[op.kind] for op in ops.templates], dtype=np.int8)[ops.which]
+
     def nodes(*kinds: str) -> np.ndarray:
-        return np.flatnonzero(np.array([op.kind in kinds for op in ops.templates], dtype=bool)[ops.which])
+        wanted = np.zeros(len(NUMBER), dtype=bool)
+        wanted[[NUMBER[name] for name in kinds]] = True
+        return np.flatnonzero(wanted[kind])
 
     def keys(of: list) -> np.ndarray:
         """A small number for each op: equal for equal microbatches of templates that are equal in `of`."""
@@ -93,7 +100,8 @@ def held_by(ops: Ops) -> Held:
     forward, freeing = nodes("forward"), nodes("backward", "backward_weight")
     backward = nodes("backward", "backward_input", "backward_weight")
     making = nodes("forward", "recompute")
-    saved = np.array([op.saved for op in ops.templates], dtype=np.int64)[ops.which[making]]
+    keeps = np.array([op.saved for op in ops.templates], dtype=np.int64)
+    saved = keeps[ops.which[making]]
     part = keys([(op.stage, op.part) for op in ops.templates])
     held_by = np.zeros(part.max(initial=0) + 1, dtype=np.int64)
     np.add.at(held_by, part[making], saved)
@@ -105,7 +113,7 @@ def held_by(ops: Ops) -> Held:
     whole = np.array([not op.part for op in ops.templates], dtype=bool)[ops.which[freeing]]  # of all layers of a stage
     held[freeing] = -np.where(whole, in_chunk[chunk[freeing]], held_by[part[freeing]])
     sending = nodes("send")
-    held[sending] = np.array([op.saved for op in ops.templates], dtype=np.int64)[ops.which[sending]]
+    held[sending] = keeps[ops.which[sending]]
     started, done = forward[_is_first(chunk[forward])], backward[::-1][_is_first(chunk[backward[::-1]])]
     in_flight = np.zeros(len(ops), dtype=np.int64)
     in_flight[started] = 1

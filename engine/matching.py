@@ -160,33 +160,36 @@ def _wrong_size(name: str, value: object) -> str:
 
 def _waits(ops: Ops, by_lane: Sequence[np.ndarray], base: int) -> dict[int, list[int]]:
     """For each compute op that waits for asynchronous ones, the last of them on each lane: lanes keep their order."""
-    issues = np.array([op.asynchronous and not op.is_compute for op in ops.templates], dtype=bool)
-    parts = {op.part for op in ops.templates if op.asynchronous and not op.is_compute and op.part}
+    issues = np.array([op.asynchronous and op.kind not in COMPUTE for op in ops.templates], dtype=bool)
+    if not issues.any():
+        return {}
+    parts = {op.part for op, issued in zip(ops.templates, issues.tolist(), strict=True) if issued} - {""}
     # For every template the name of what it waits for: "" is all, None nothing.
     awaits = [
         "" if op.kind in WAIT_FOR_ALL else part if op.is_compute and (part := _of_part(op, parts)) in parts else None
         for op in ops.templates
     ]
-    if not issues.any() or all(name is None for name in awaits):
-        return {}
     names = {name: i for i, name in enumerate(dict.fromkeys([None, *awaits]))}
+    if len(names) == 1:
+        return {}
     waiting = _places(np.array([names[name] for name in awaits], dtype=np.int16)[ops.which], len(names))
     of_part = np.array([names.get(op.part or None, 0) for op in ops.templates])
-    found = []  # of each lane, who waits, and for whom
+    found = [np.empty((2, 0), dtype=np.int64)]  # of each lane, who waits, and for whom
     for nodes in by_lane:
         issued = nodes[issues[ops.which[nodes]]]
         if not len(issued):
             continue
-        part, pairs = of_part[ops.which[issued]] if any(names) else None, [np.empty((2, 0), dtype=np.int64)]
+        pairs = []
         for name, i in names.items():
-            queue = issued[part == i] if name else issued
+            queue = issued[of_part[ops.which[issued]] == i] if name else issued
             if name is not None and len(queue):
                 place = np.searchsorted(queue, waiting[i])
                 pairs.append(np.stack([waiting[i][place > 0], queue[place[place > 0] - 1]]))
-        pairs = np.concatenate(pairs, axis=1)
-        pairs = pairs[:, np.argsort(pairs[0])]
-        known = np.append(NO_NODE, np.maximum.accumulate(pairs[1]))[:-1]
-        found.append(pairs[:, pairs[1] > known])
+        if pairs:
+            pairs = np.concatenate(pairs, axis=1)
+            pairs = pairs[:, np.argsort(pairs[0])]
+            known = np.append(NO_NODE, np.maximum.accumulate(pairs[1]))[:-1]
+            found.append(pairs[:, pairs[1] > known])
     node, need = np.concatenate(found, axis=1)
     order, waits = np.argsort(node, kind="stable"), {}
     for one, other in zip((base + node[order]).tolist(), (base + need[order]).tolist(), strict=True):

@@ -64,7 +64,10 @@ def _small(mesh: Mesh, role: np.ndarray, named: set[str]) -> tuple[Mesh, np.ndar
             first, cell = np.arange(degree), np.arange(degree)
         else:
             slices = np.moveaxis(grid, i, 0).reshape(degree, -1)
-            first, cell = np.unique(slices, axis=0, return_index=True, return_inverse=True)[1:]
+            if (slices == slices[0]).all():  # mostly; and quicker to see than to sort
+                first, cell = np.zeros(1, dtype=np.int64), np.zeros(degree, dtype=np.int64)
+            else:
+                first, cell = np.unique(slices, axis=0, return_index=True, return_inverse=True)[1:]
         grid, ranks = grid.take(first, axis=i), ranks.take(first, axis=i)
         cells.append(cell.reshape(-1))
         degrees.append(len(first))

@@ -134,11 +134,10 @@ def _decoder(spec: Spec, sizes: Decoder, vocabulary: int) -> tuple[Layer, ...]:
     embed = Layer("embed", embed_params, 0, (c, h), sizes.sum_saved(), item, kernels=sizes.embed_kernels())
     dense = [_block(sizes), _block(sizes, spec.dense_ffn)]
     routed = _routed(dense[0], sizes, spec) if family(spec.model) == "moe" else dense[0]
-    blocks = []
+    beside, blocks = sizes.mlp_beside() if sizes.fused else 0, []
     for i in range(spec.layers):
         params, flops, saved, products, last, kernels = dense[1] if i < (spec.dense_layers or 0) else routed
-        block = Layer(f"block{i + 1}", params, flops, (c, h), saved, item, products, last, kernels=kernels)
-        block = replace(block, beside=sizes.mlp_beside() if sizes.fused else 0)
+        block = Layer(f"block{i + 1}", params, flops, (c, h), saved, item, products, last, beside, kernels=kernels)
         blocks.append(block)
     # A copy of a tied embedding is held by the last of several stages.
     copied = not spec.tied or spec.mode in ("layer_split", "pipeline") or (spec.pp or 1) > 1

@@ -371,15 +371,12 @@ def _checked(f: Any, value: Any) -> Any:
     kind, optional = type_of(f)
     if value is None and optional:
         return None
-    wrong = SpecError("wrong_type", f.name, value, wanted=WANTED[kind])
-    if kind is tuple:
-        if not isinstance(value, (list, tuple)) or not all(type(v) is int for v in value):
-            raise wrong
+    if kind is tuple and isinstance(value, (list, tuple)) and all(type(v) is int for v in value):
         return tuple(value)
     if kind is float and type(value) is int:
         value = float(value) if abs(value) < 2**1023 else math.inf
-    if type(value) is not kind:
-        raise wrong
+    if kind is tuple or type(value) is not kind:
+        raise SpecError("wrong_type", f.name, value, wanted=WANTED[kind])
     limits = f.metadata
     if kind is float and not math.isfinite(value):
         raise SpecError("not_finite", f.name, str(value), suggest=[] if f.default is None else [f.default])

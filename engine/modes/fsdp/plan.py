@@ -124,7 +124,7 @@ def sharing(
     """
     ranks = mesh.degree("fsdp")
     padded = sum(padded_bytes(layer, ranks) for layer in held.values())
-    norms = norm_sums(job, mesh, held.values())
+    norms = norm_sums(job, mesh, held.values()) if job.spec.clip is not None else []
     programs, roles = [], []
     for run in equal_ranks(list(held.values()), ranks):
         shards = {i: shard(layer, ranks, run.start) for i, layer in held.items()}

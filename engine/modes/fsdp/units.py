@@ -6,6 +6,7 @@ may keep fewer, or none. What travels and is allocated is padded to equal size (
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from engine.shapes import Layer
 
 def shard(layer: Layer, ranks: int, rank: int) -> Layer:
     """The layer with the rows that `rank` keeps of each parameter."""
+    if ranks == 1:
+        return layer
     kept = []
     for name, (rows, *rest) in layer.params:
         size = math.ceil(rows / ranks)
@@ -24,7 +27,12 @@ def shard(layer: Layer, ranks: int, rank: int) -> Layer:
 
 def padded_bytes(layer: Layer, ranks: int) -> int:
     """What each rank passes to the all-gather, and gets from the reduce-scatter."""
-    return sum(layer.item * math.ceil(rows / ranks) * math.prod(rest) for _, (rows, *rest) in layer.params)
+    return layer.item * _padded(layer.params, ranks)
+
+
+@functools.lru_cache(maxsize=4096)  # layers of a model share their shapes, and are asked for their sizes often
+def _padded(params: tuple[tuple[str, tuple[int, ...]], ...], ranks: int) -> int:
+    return sum(math.ceil(rows / ranks) * math.prod(rest) for _, (rows, *rest) in params)
 
 
 def gathered_bytes(layer: Layer, ranks: int) -> int:
@@ -35,8 +43,7 @@ def gathered_bytes(layer: Layer, ranks: int) -> int:
 def equal_ranks(layers: Sequence[Layer], ranks: int) -> list[range]:
     """Runs of ranks that keep shards of the same shapes."""
     edges = {0, ranks}
-    for layer in layers:
-        for _, (rows, *_rest) in layer.params:
-            size = math.ceil(rows / ranks)
-            edges |= {min(ranks, rows // size), min(ranks, math.ceil(rows / size))}
+    for rows in {shape[0] for layer in layers for _, shape in layer.params}:
+        size = math.ceil(rows / ranks)
+        edges |= {min(ranks, rows // size), min(ranks, math.ceil(rows / size))}
     return [range(a, b) for a, b in itertools.pairwise(sorted(edges))]

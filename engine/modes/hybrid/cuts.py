@@ -19,7 +19,7 @@ from engine.modes.expert import shares
 from engine.modes.sequence import plan as sequence
 from engine.modes.tensor import plan as tensor
 from engine.modes.tensor import shards
-from engine.modes.tensor.cuts import Cut, Way, names_in, units
+from engine.modes.tensor.cuts import Blocks, Cut, Way, names_in, units
 from engine.modes.tensor.pieces import decoder
 from engine.modes.tensor.shards import piece
 from engine.plan import Mesh, Op
@@ -53,12 +53,13 @@ def units_of(
     stage: int | None = None,
     turn: int = 0,
     sent: bool = False,
+    blocks: Blocks | None = None,
 ) -> list[chain.Unit]:
     """Layers of `held`, as a rank computes them in a pass, the step's `turn`-th; the job is that of `own_tokens`.
-    `sent`: the last output goes on to another stage."""
+    `sent`: the last output goes on to another stage. `blocks`: what has been cut for this seat."""
     if job.degree("ep") > 1:
         return [unit for layer in layers for unit in _experts_apart(job, layer, samples, seat, stage, turn)]
-    made = units(job, layers, samples, *ways(job, samples, seat.cp), stage=stage, sent=sent)
+    made = units(job, layers, samples, *ways(job, samples, seat.cp), stage=stage, sent=sent, blocks=blocks)
     if not job.spec.sequence_parallel:
         return made
     return [replace(unit, sums=sequence.norm_gradients(unit.layer)) for unit in made]

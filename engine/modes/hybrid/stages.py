@@ -19,6 +19,7 @@ from engine.modes.hybrid.cuts import Seat, held, output_of, tokens_of, units_of
 from engine.modes.pipeline.memory import beside
 from engine.modes.pipeline.passes import samples_of
 from engine.modes.pipeline.plan import ONE_STAGE, in_microsteps, load
+from engine.modes.tensor.cuts import Blocks
 from engine.plan import Mesh, Op, Program
 from engine.schedules import Action, messages
 from engine.schedules.gathers import add_gathers
@@ -39,6 +40,7 @@ def in_stages(
     made = {stage: layer.output_bytes * samples for stage, layer in enumerate(ends)}
     sizes = {stage: size // _scattered(job) for stage, size in made.items()}
     rows = rows_of(spec.schedule, job.degree("pp"), spec.microbatches, spec.stages_per_rank)
+    blocks: Blocks = {}
     for rank in ranks:
         stages = placement[rank]
         stage_of = {i: stage for stage in stages for i in job.stage_layers[stage]}
@@ -46,12 +48,12 @@ def in_stages(
         passes: Passes = {}
         halves = any(action.kind in ("backward_input", "backward_weight") for action in rows[rank])
         for stage in stages:
-            passes |= _passes(job, mesh, layers, stage, made[stage], seat, halves=halves)
+            passes |= _passes(job, mesh, layers, stage, made[stage], seat, blocks, halves=halves)
         row = _gathering_first(rows[rank], passes) if spec.schedule in ONE_STAGE else rows[rank]
         apart = job.routed is not None and job.degree("ep") > 1
         if apart:
             for stage, turn in product(stages, range(spec.microbatches * job.microsteps)):
-                of_turn = _passes(job, mesh, layers, stage, made[stage], seat, turn, halves=halves)
+                of_turn = _passes(job, mesh, layers, stage, made[stage], seat, blocks, turn=turn, halves=halves)
                 passes |= {(_turned(kind, turn), stage): ops for (kind, stage), ops in of_turn.items()}
         before = [replace(op, part=tokens_of(job, seat)) for op in load(job, stages, pipelines)]
         sums = [] if is_shared(mesh) else [op for stage in stages for op in passes["sums", stage]]
@@ -101,13 +103,22 @@ def rows_of(schedule: str, ranks: int, microbatches: int, stages_per_rank: int) 
 
 
 def _passes(
-    job: Job, mesh: Mesh, whole: Sequence[Layer], stage: int, sent: int, seat: Seat, turn: int = 0, *, halves: bool
+    job: Job,
+    mesh: Mesh,
+    whole: Sequence[Layer],
+    stage: int,
+    sent: int,
+    seat: Seat,
+    blocks: Blocks,
+    *,
+    turn: int = 0,
+    halves: bool,
 ) -> Passes:
     """What a stage does for a microbatch, and once in a step; `halves`: of a backward, too. The runtime of schedules
     gathers a stage in the background."""
     layers = [whole[i] for i in job.stage_layers[stage]]
     is_sent = stage < len(job.stages) - 1
-    cut = units_of(job, layers, samples_of(job), seat, stage=stage, turn=turn, sent=is_sent)
+    cut = units_of(job, layers, samples_of(job), seat, stage=stage, turn=turn, sent=is_sent, blocks=blocks)
     if _scattered(job) > 1:
         cut = _gathering_messages(job, cut, stage, sent)
     if is_sent and not job.spec.master_weights:  # its output is kept by who gets it (`beside`)
@@ -151,6 +162,8 @@ def _gathering_first(actions: Sequence[Action], passes: Passes) -> list[Action]:
     """The first microbatch finds each layer sharded, and gathers it; gradients are reduced after everything else."""
     row, stage = [], next(action.stage for action in actions if action.kind == "forward")
     layers = [i for i in range(len(passes)) if (f"gather {i}", stage) in passes]
+    if not any(passes[f"gather {i}", stage] for i in layers):
+        return [*actions, Action("reduce_grad", stage, None)]
     first = True
     for action in actions:
         if action.kind != "forward":

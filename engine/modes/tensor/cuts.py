@@ -1,6 +1,7 @@
 """Layers, and how a rank cuts each of them -> the ops of their passes: pieces, and the collectives between them."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 
 from engine import chain
@@ -10,6 +11,8 @@ from engine.shapes import Layer
 
 Cut = list[Layer | Op]  # pieces of a layer, and the collectives between them, for one sample
 Way = Callable[[Job, Layer], Cut]  # forward or backward through a layer
+Blocks = dict[tuple, chain.Unit]  # by what a block is apart from its name, and whether its output is sent on
+ALL_BUT_NAME = operator.attrgetter(*(field.name for field in dataclasses.fields(Layer) if field.name != "name"))
 SUMS = ("all_reduce", "reduce_scatter")  # their results are kept when recomputing selectively
 
 
@@ -22,19 +25,20 @@ def units(
     *,
     stage: int | None = None,
     sent: bool = False,
+    blocks: Blocks | None = None,
 ) -> list[chain.Unit]:
     """Layers of `held`, each cut where its ranks meet. In a pipeline they, and their collectives, are of a stage, and
-    the last output may be sent on."""
+    the last output may be sent on. `blocks`: what has been cut of this job, and is not cut again."""
     if job.degree("tp") == job.degree("cp") == 1:
         return chain.units(layers, samples, stage=stage or 0, spec=job.spec, sent=sent)
     out: list[chain.Unit] = []
-    blocks: dict[tuple[Layer, bool], chain.Unit] = {}  # those of a large model are cut once
+    blocks = {} if blocks is None else blocks
     for layer in layers:
         last = sent and layer is layers[-1]
         alike = layer.name.startswith("block") and job.routed is None
-        block = (dataclasses.replace(layer, name=""), last) if alike else None
+        block = (*ALL_BUT_NAME(layer), last) if alike else None
         if block in blocks:
-            out.append(_renamed(blocks[block], layer))
+            out.append(_renamed(blocks[block], layer, stage))
             continue
         there, back = forward(job, layer), backward(job, layer)
         kept = kept_by(job, layer, there)
@@ -59,13 +63,14 @@ def units(
     return out
 
 
-def _renamed(unit: chain.Unit, layer: Layer) -> chain.Unit:
-    """What a layer like another does: the same, by its own name."""
-    old = len(unit.layer.name)
-    passes = (unit.forward, unit.backward)
-    return chain.Unit(
-        layer, *(tuple(dataclasses.replace(op, part=layer.name + op.part[old:]) for op in ops) for ops in passes)
+def _renamed(unit: chain.Unit, layer: Layer, stage: int | None) -> chain.Unit:
+    """What a layer like another does: the same, by its own name and on its own stage."""
+    old, new = len(unit.layer.name), layer.name
+    there, back = (
+        tuple(op.of(new + op.part[old:], op.stage if stage is None else stage) for op in ops)
+        for ops in (unit.forward, unit.backward)
     )
+    return chain.Unit(layer, there, back)
 
 
 def _again(job: Job, layer: Layer, cut: Cut, samples: int, stage: int | None, *, sent: bool) -> list[Op]:

@@ -8,7 +8,7 @@ each rank embeds the tokens that it has, and computes their logits.
 import dataclasses
 import functools
 import types
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from engine.job import Job
@@ -52,17 +52,23 @@ def parameters_in(job: Job, modules: Container[str]) -> int:
 
 def held(job: Job) -> tuple[Layer, ...]:
     """The model's layers with the shapes of the parameters that one rank holds."""
+    return tuple(_held(job))
+
+
+def _held(job: Job) -> Iterator[Layer]:
     style, degree = styles(job), job.degree("tp")
+    cut: dict[tuple, tuple] = {}  # parameters by those of the whole layer: blocks are alike
 
     def local(layer: Layer, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         module, _, parameter = f"{layer.name}.{name}".rpartition(".")
         cut = CUT.get((style.get(module), parameter))
         return tuple(size // degree if dim == cut else size for dim, size in enumerate(shape))
 
-    return tuple(
-        dataclasses.replace(layer, params=tuple((name, local(layer, name, shape)) for name, shape in layer.params))
-        for layer in job.layers
-    )
+    for layer in job.layers:
+        like = "block" if layer.name.startswith("block") else layer.name
+        if (like, layer.params) not in cut:
+            cut[like, layer.params] = tuple((name, local(layer, name, shape)) for name, shape in layer.params)
+        yield dataclasses.replace(layer, params=cut[like, layer.params])
 
 
 def piece(
