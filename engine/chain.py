@@ -28,23 +28,31 @@ OPTIMIZER_FLOPS = {"sgd": 4, "adamw": 12}
 ENDS = ("embed", "head")  # of which nothing is computed again but where every layer keeps no more than it must
 
 
-def kept(layer: Layer, spec: Spec | None) -> int:
-    """Bytes that a layer keeps of one sample from its forward to its backward pass, as far as it is computed again."""
+def kept(layer: Layer, spec: Spec | None, *, sent: bool = False) -> int:
+    """Bytes that a layer keeps of one sample from its forward to its backward pass, as far as it is computed again.
+    `sent`: its output goes to another device, and is kept here for its gradient."""
     if spec is None or spec.recompute in (None, "none"):
-        return layer.saved
+        return layer.saved + (layer.output_bytes - layer.left if sent else -layer.copied)
     if spec.recompute == "full":
-        return layer.output_bytes  # the next one's input; or of the last, for the loss
+        return layer.left
     return layer.products or layer.saved
 
 
 def is_recomputed(layer: Layer, spec: Spec | None) -> bool:
     """Whether a layer is computed again before it goes back: only one that keeps less for it."""
-    return kept(layer, spec) < layer.saved
+    return spec is not None and spec.recompute not in (None, "none") and kept(layer, spec) < layer.saved
 
 
 def forward(
-    layers: Sequence[Layer], samples: int, *, stage: int = 0, microbatch: int = 0, spec: Spec | None = None
+    layers: Sequence[Layer],
+    samples: int,
+    *,
+    stage: int = 0,
+    microbatch: int = 0,
+    spec: Spec | None = None,
+    sent: bool = False,
 ) -> list[Op]:
+    """`sent`: the last output goes to another device."""
     return [
         Op(
             kind="forward",
@@ -53,7 +61,7 @@ def forward(
             part=layer.name,
             flops=layer.flops * samples,
             bytes=layer.param_bytes + samples * (layer.saved + layer.output_bytes),
-            saved=kept(layer, spec) * samples,
+            saved=kept(layer, spec, sent=sent and layer is layers[-1]) * samples,
             kernels=kernels.forward(layer.kernels, samples),
         )
         for layer in layers
@@ -94,7 +102,7 @@ def gone(layer: Layer, spec: Spec) -> int:
     """Bytes of a sample that a layer has kept and that are no more when it is computed again: the next one, whose input
     they were, has gone back. (One on another device has not: what was sent there stays for its gradient.) Selectively
     the result of the last product, not taken again, is there in their place."""
-    return layer.output_bytes if spec.recompute == "full" else 0
+    return layer.left if spec.recompute == "full" else 0
 
 
 def recompute(layer: Layer, samples: int, spec: Spec, **where: int) -> Op:
@@ -123,8 +131,9 @@ def units(
     """Layers that a rank computes whole."""
     known, out = {"stage": stage, "spec": spec}, []
     for layer in layers:
-        back = backward([layer], samples, **known, sent=sent and layer is layers[-1])
-        out.append(Unit(layer, tuple(forward([layer], samples, **known)), tuple(back)))
+        known["sent"] = sent and layer is layers[-1]
+        ways = (forward([layer], samples, **known), backward([layer], samples, **known))
+        out.append(Unit(layer, *map(tuple, ways)))
     return out
 
 

@@ -179,15 +179,24 @@ class Decoder:
     # --- what is done to each token ---------------------------------------------------------------------------------
 
     def norm_saved(self, tokens: int | None = None) -> int:
-        """Bytes that a norm keeps: its output, which is a product's input, and its scale in fp32; where it is taken in
-        steps also its input without the weight, and what of two bytes was made fp32 for it. (Its input is kept as what
-        it is the output of.)"""
-        steps = 0 if self.fused else self.item + (FP32 if self.item < FP32 else 0)
-        return (tokens or self.context) * ((self.item + steps) * self.hidden + FP32)
+        """Bytes that a norm keeps: its output, which is a product's input, and its scale. Where it is taken in steps,
+        in fp32, also the value before the weight, and of an input of two bytes a copy; else it needs its input, which
+        is kept as what it is the output of."""
+        in_fp32 = 1 + (0 if self.fused else self.hidden * (1 + self.copies))
+        return (tokens or self.context) * (self.item * self.hidden + FP32 * in_fp32)
+
+    @property
+    def copies(self) -> bool:
+        """Whether norms keep a copy of what they are given, so that nothing else needs it."""
+        return not self.fused and self.item < FP32
 
     def sum_saved(self, tokens: int | None = None) -> int:
         """Bytes of a sum of what went round a part of a block and what came through, and of a mask."""
         return (self.item + self.dropout) * (tokens or self.context) * self.hidden
+
+    def copied(self, tokens: int | None = None) -> int:
+        """Bytes of a sum that nothing keeps, since the norm behind it keeps a copy."""
+        return self.item * (tokens or self.context) * self.hidden * self.copies
 
     def norm_kernels(self, tokens: int | None = None) -> Kernels:
         """Reads and writes; backward reads two and writes one."""
@@ -208,7 +217,7 @@ class Decoder:
         return (kernels.matmul(self.context, vocabulary // ranks, self.hidden, self.item),)
 
     def logits_saved(self, vocabulary: int, ranks: int = 1) -> int:
-        """Their logarithms in fp32; or, of logits of two bytes, the softmax."""
+        """Their logarithms, or the softmax, in fp32."""
         return FP32 * self.context * vocabulary // ranks
 
     def logits_beside(self, vocabulary: int, ranks: int = 1, *, fused: bool) -> tuple[int, int]:

@@ -42,6 +42,8 @@ class Layer:
     item: int = FP32  # bytes of a number
     products: int = 0  # bytes of its output and the results of its matrix products, where those are less than `saved`
     last_flops: int = 0  # of a product at its end, of which backward does not need the result
+    copied: int = 0  # bytes of `saved` that are its output, of which the next layer keeps a copy instead
+    logarithms: int = 0  # bytes of `saved` that are of the loss behind it, in place of its output
     beside: int = 0  # bytes of a sample that are there while the layer goes back, and no longer
     beside_once: int = 0  # and those that do not grow with samples
     kernels: Kernels = ()  # of the forward pass of one sample; none where only FLOPs and bytes are known
@@ -57,6 +59,11 @@ class Layer:
     @property
     def output_bytes(self) -> int:
         return self.item * math.prod(self.output)
+
+    @property
+    def left(self) -> int:
+        """Bytes that are kept of a sample even if all of the layer is computed again: the next one's input."""
+        return self.logarithms or self.output_bytes
 
 
 @functools.lru_cache(maxsize=4096)  # layers of a model share their shapes, and are asked for their sizes often
@@ -103,8 +110,9 @@ def _linear(name: str, inputs: int, outputs: int, item: int) -> Layer:
 
 
 def _output(name: str, inputs: int, outputs: int, item: int) -> Layer:
-    """The last one: of what it puts out the loss keeps the logarithms, in fp32."""
-    return replace(_linear(name, inputs, outputs, item), saved=FP32 * outputs)
+    """The last one, of whose output the loss keeps the logarithms, in fp32."""
+    layer = _linear(name, inputs, outputs, item)
+    return replace(layer, saved=FP32 * outputs, logarithms=FP32 * outputs)
 
 
 def _cnn(classes: int, item: int) -> tuple[Layer, ...]:
@@ -131,20 +139,23 @@ def _decoder(spec: Spec, sizes: Decoder, vocabulary: int) -> tuple[Layer, ...]:
     embed_params = (("token.weight", (vocabulary, h)),)
     if spec.positions in (None, "learned"):
         embed_params += (("position.weight", (c, h)),)
-    embed = Layer("embed", embed_params, 0, (c, h), sizes.sum_saved(), item, kernels=sizes.embed_kernels())
+    known = {"item": item, "copied": sizes.copied()}
+    embed = Layer("embed", embed_params, 0, (c, h), sizes.sum_saved(), **known, kernels=sizes.embed_kernels())
     dense = [_block(sizes), _block(sizes, spec.dense_ffn)]
     routed = _routed(dense[0], sizes, spec) if family(spec.model) == "moe" else dense[0]
     beside, blocks = sizes.mlp_beside() if sizes.fused else 0, []
     for i in range(spec.layers):
         params, flops, saved, products, last, kernels = dense[1] if i < (spec.dense_layers or 0) else routed
-        block = Layer(f"block{i + 1}", params, flops, (c, h), saved, item, products, last, beside, kernels=kernels)
+        work = {"products": products, "last_flops": last, "beside": beside, "kernels": kernels}
+        block = Layer(f"block{i + 1}", params, flops, (c, h), saved, **known, **work)
         blocks.append(block)
     # A copy of a tied embedding is held by the last of several stages.
     copied = not spec.tied or spec.mode in ("layer_split", "pipeline") or (spec.pp or 1) > 1
     head_params = (("norm.weight", (h,)), *((("linear.weight", (vocabulary, h)),) if copied else ()))
-    flops, saved = 2 * c * h * vocabulary, sizes.norm_saved() + sizes.logits_saved(vocabulary)
+    flops, logits = 2 * c * h * vocabulary, sizes.logits_saved(vocabulary)
     kernels = (*sizes.norm_kernels(), *sizes.logits_kernels(vocabulary), *sizes.loss_kernels(vocabulary))
-    head = Layer("head", head_params, flops, (c, vocabulary), saved, item, last_flops=flops, kernels=kernels)
+    work = {"last_flops": flops, "kernels": kernels, "logarithms": logits}
+    head = Layer("head", head_params, flops, (c, vocabulary), sizes.norm_saved() + logits, item, **work)
     if sizes.fused:
         beside, once = sizes.logits_beside(vocabulary, fused=bool(spec.fused_loss))
         head = replace(head, beside=beside, beside_once=once)
@@ -160,6 +171,7 @@ def _block(sizes: Decoder, ffn: int | None = None) -> _Block:
     params = (*sizes.attention_params(), ("norm2.weight", (h,)), *sizes.mlp_params(ffn))
     # Kept: two norms, attention's, the sum, the MLP's, the last sum.
     saved = 2 * (sizes.norm_saved() + sizes.sum_saved()) + sizes.attention_saved() + sizes.mlp_saved(ffn=ffn)
+    saved -= sizes.copied()
     # Its output, what attention keeps, and the results of its last matrix and of those of the MLP.
     last = 2 * c * h * (ffn or sizes.ffn)
     products = item * c * 3 * h + sizes.mlp_products(ffn=ffn) + sizes.attention_saved()

@@ -100,6 +100,8 @@ class Ledger(MemTracker):
 
     def _count(self, *categories: str) -> None:
         for category in categories:
+            if dist.is_initialized() and self.now(category) > self.held[category]:
+                time.sleep(LET_GO)
             self.held[category] = max(self.held[category], self.now(category))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -108,8 +110,6 @@ class Ledger(MemTracker):
         task = torch._C._current_graph_task_id()
         # A backward pass begins, or all that a layer needs to go back is there again.
         if task not in (-1, self.task) or Again.done != self.again:
-            if dist.is_initialized():
-                time.sleep(LET_GO)
             self._count("activations")
         self.task, self.again = task, Again.done
         result = func(*args, **(kwargs or {}))

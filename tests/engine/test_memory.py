@@ -51,6 +51,27 @@ def test_one_device_keeps_what_autograd_keeps_of_a_gpt():
     assert held["buffers"] == 0
 
 
+def test_in_two_bytes_norms_keep_a_copy_of_their_input_in_fp32_in_place_of_it():
+    """Of a token: of each norm the copy, the value before the weight and the scale in fp32, and its output in two
+    bytes; of the rest what fp32 keeps, but for the sums; and the logarithms in fp32."""
+    h, heads, c = 32, 2, 16
+    norm = 4 * (2 * h + 1) + 2 * h
+    block = 2 * norm + 2 * (3 * h + h + 8 * h) + 4 * heads
+    token = 2 * block + norm + 4 * VOCABULARY + 2 * 8
+    (held,) = planned(mode="single", devices=1, global_batch=48, **GPT, precision="bf16")
+    assert held["activations"] == 48 * c * token
+
+
+def test_what_is_sent_is_kept_by_its_sender_though_the_next_layer_keeps_a_copy():
+    """Two stages of a block each: the first keeps its output, 48 * 16 tokens of 32 numbers, until it goes back."""
+    whole, *parts = (
+        planned(mode=mode, devices=devices, global_batch=48, **GPT, precision="bf16")
+        for mode, devices in (("single", 1), ("layer_split", 2))
+    )
+    sent, logits = 48 * 16 * 32 * 2, 48 * 16 * VOCABULARY * 2
+    assert sum(held["activations"] for held in parts[0]) == whole[0]["activations"] + sent + logits
+
+
 def test_a_pipeline_keeps_what_is_in_flight_and_a_place_for_each_message():
     """1F1B on 4 stages of one mlp layer each, 8 microbatches of 6: stage i has 4 - i in flight. A warm-up send of it is
     held by its handle; not of the last stage, which keeps its 10 outputs for all microbatches."""
@@ -79,19 +100,21 @@ MLP = {"model": "mlp", "global_batch": 48}
 CASES = {
     "single": ("single", 1, {"model": "cnn", "global_batch": 48}),
     "single-gpt": ("single", 1, GPT | {"optimizer": "adamw"}),
-    "data_parallel": ("data_parallel", 3, MLP),
+    "data_parallel": ("data_parallel", 3, MLP | {"precision": "bf16"}),
     "ddp": ("ddp", 2, MLP | {"bucket_mb": 0.2}),
-    "zero1": ("zero1", 3, MLP | {"optimizer": "adamw"}),
+    "zero1": ("zero1", 3, MLP | {"optimizer": "adamw", "precision": "bf16"}),
     "zero2": ("zero2", 3, MLP),
     "fsdp": ("fsdp", 4, MLP | {"hidden": 30}),  # 30 rows on 4 ranks: 8, 8, 8 and 6; the output's 10: 3, 3, 3 and 1
     "hsdp": ("hsdp", 4, MLP | {"optimizer": "adamw"}),
     "layer_split": ("layer_split", 3, MLP),
+    "layer_split-bf16": ("layer_split", 2, GPT | {"precision": "bf16"}),
     "pipeline": ("pipeline", 2, {"model": "cnn", "global_batch": 48}),
     "interleaved": ("pipeline", 2, MLP | {"layers": 7, "schedule": "interleaved_1f1b"}),
     "zbv": ("pipeline", 2, MLP | {"layers": 7, "schedule": "zbv"}),
     "tensor": ("tensor", 2, GPT),
-    "sequence": ("sequence", 2, GPT),
-    "context": ("context", 2, GPT),
+    "tensor-bf16": ("tensor", 2, GPT | {"precision": "bf16"}),
+    "sequence": ("sequence", 2, GPT | {"precision": "bf16"}),
+    "context": ("context", 2, GPT | {"precision": "bf16"}),
     "expert": ("expert", 2, GPT | {"model": "moe", "experts": 4}),
     "expert-bf16": ("expert", 2, GPT | {"model": "moe", "experts": 4, "precision": "bf16"}),
     "experts of replicas": ("hybrid", 4, GPT | {"model": "moe", "experts": 4, "dp": 2, "ep": 2}),

@@ -38,13 +38,16 @@ def test_all_that_is_kept_or_sent_of_the_model_is_half_as_large(mode):
                 assert b.bytes * 2 == a.bytes > 0, (a, b)
 
 
-def test_activations_are_half_as_large_but_for_what_are_no_such_numbers():
-    """A block keeps 18 numbers of each hidden feature, and in fp32 what goes into its two norms and their scales, and
-    for each token and head the log-sum-exp; an embedding what it puts out; and the loss its logarithms in fp32."""
+def test_activations_are_half_as_large_but_for_what_is_kept_in_fp32():
+    """A block makes 15 numbers of each hidden feature, and in fp32 for its two norms copies of their inputs, values
+    before the weight and scales, and each head's log-sum-exp; an embedding what it puts out. Of these the block keeps
+    all but its output, and the embedding nothing."""
     layers = prepare(Spec(mode="single", devices=1, **TEXT, precision="bf16")).layers
-    assert layers[1].saved == 16 * (2 * 18 * 32 + FP32 * (2 * (32 + 1) + 2))
-    assert layers[0].saved == 16 * 2 * 32
-    assert layers[-1].saved == 16 * (2 * 2 * 32 + FP32 * (32 + 1 + 144))
+    assert layers[1].saved == 16 * (2 * 15 * 32 + FP32 * (2 * (2 * 32 + 1) + 2))
+    assert layers[1].copied == layers[0].copied == layers[0].saved == 16 * 2 * 32
+    in_fp32 = prepare(Spec(mode="single", devices=1, **TEXT)).layers
+    assert layers[-1].saved - in_fp32[-1].saved == 16 * (FP32 - 2) * 32  # the copy, less half of the output
+    assert [layer.copied for layer in in_fp32] == [0] * len(in_fp32)
 
 
 def test_owners_of_nothing_broadcast_a_number_in_fp32():

@@ -37,7 +37,7 @@ def own_tokens(job: Job) -> Job:
 
     def own(layer: Layer) -> Layer:
         output = (layer.output[0] // ranks, *layer.output[1:])
-        share = {name: getattr(layer, name) // ranks for name in ("flops", "saved", "beside")}
+        share = {name: getattr(layer, name) // ranks for name in ("flops", "saved", "copied", "logarithms", "beside")}
         return dataclasses.replace(layer, output=output, kernels=of_part(layer.kernels, ranks), **share)
 
     return dataclasses.replace(job, layers=tuple(map(own, job.layers)), sample_bytes=job.sample_bytes // ranks)
@@ -86,17 +86,18 @@ def _around(job: Job, layer: Layer) -> tuple[Layer, Layer]:
     """A block before its attention and after it. What attention keeps is counted where it is made: before, of q, k, v
     what is not exchanged first; after, its output and the log-sum-exp of each head."""
     c, h, sizes, (q, kv) = job.tokens, job.spec.hidden, decoder(job), widths(job)
-    rest = layer.saved - layer.item * c * (2 * h + q + kv)  # but the first norm's input and output, q, k and v
+    rest = layer.saved - sizes.norm_saved() - layer.item * c * (q + kv)  # but the first norm's, q, k and v
     copy = layer.item * c * q if job.spec.attention == "ulysses" else 0  # attention's output by heads, beside by tokens
     first, last = sizes.around_attention()
     before = piece(
         layer, "qkv", "norm1", "qkv",
-        flops=2 * c * h * (q + kv), saved=layer.item * c * (2 * h + kept(job)), output=(c, q + kv),
+        flops=2 * c * h * (q + kv), saved=sizes.norm_saved() + layer.item * c * kept(job), output=(c, q + kv),
         kernels=(*sizes.norm_kernels(), *first),
     )  # fmt: skip
     after = piece(
         layer, "mlp", "proj", "norm2", "gate", "up", "down",
-        flops=2 * c * h * q + sizes.mlp_flops(), saved=rest + copy, output=(c, h), beside=layer.beside,
+        flops=2 * c * h * q + sizes.mlp_flops(), saved=rest + copy, output=(c, h),
+        copied=layer.copied, beside=layer.beside,
         kernels=(
             *last, *sizes.sum_kernels(), *sizes.norm_kernels(), *sizes.mlp_kernels(), *sizes.sum_kernels(),
         ),

@@ -37,12 +37,13 @@ def _passes(job: Job, *, master: bool) -> list[Op]:
     ops = []
     if job.spec.devices > 1:
         ops += [_move("scatter", "inputs", "batch", inputs), _move("broadcast", "replicate", "weights", weights)]
-    ops += chain.forward(job.layers, job.micro_batch)
+    ops += chain.forward(job.layers, job.micro_batch, sent=True)
     if job.spec.devices > 1:
         ops.append(_move("gather", "outputs", "activation", outputs))
     if master:
         # Of the outputs it keeps the logarithms and, gathered, themselves.
-        ops.append(Op(kind="forward", stage=0, microbatch=0, part="loss", bytes=outputs, saved=2 * outputs))
+        kept = outputs + job.layers[-1].logarithms * job.spec.global_batch // job.microsteps
+        ops.append(Op(kind="forward", stage=0, microbatch=0, part="loss", bytes=outputs, saved=kept))
     if job.spec.devices > 1:
         ops.append(_move("scatter", "output gradients", "gradient", outputs))
     ops += chain.backward(job.layers, job.micro_batch)

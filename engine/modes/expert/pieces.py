@@ -20,8 +20,8 @@ def pieces(job: Job, layer: Layer, arrived: int, samples: int) -> tuple[Layer, L
     attention = piece(
         layer, "attention", *ATTENTION,
         flops=sizes.attention_flops() + 2 * c * h * num + (sizes.mlp_flops(**whole) if shared else 0),
-        saved=c * (item * h + FP32 * num) + 2 * sizes.norm_saved() + sizes.attention_saved() + INT64 * c * 2 * k
-        + (sizes.mlp_saved(**whole) if shared else 0),
+        saved=c * (item * h + FP32 * num) - sizes.copied() + 2 * sizes.norm_saved() + sizes.attention_saved()
+        + INT64 * c * 2 * k + (sizes.mlp_saved(**whole) if shared else 0),
         output=(c, h),
         kernels=(
             *norms, *sizes.attention_kernels(), *sizes.sum_kernels(), *norms,
@@ -37,5 +37,6 @@ def pieces(job: Job, layer: Layer, arrived: int, samples: int) -> tuple[Layer, L
         output=(round(of_sample), h),
         kernels=expert_kernels(sizes, here, of_sample / here),
     )  # fmt: skip
-    combine = piece(layer, "combine", saved=item * c * (k * (1 + h) + h) + INT64 * c * k, output=(c, h))
+    made = item * c * (k * (1 + h) + h) + INT64 * c * k
+    combine = piece(layer, "combine", saved=made, copied=sizes.copied(), output=(c, h))
     return attention, experts, combine

@@ -34,11 +34,12 @@ def _micro_step(job: Job, stage: int, k: int, count: int) -> list[Op]:
     ops = ops if count == 1 else [replace(op, microbatch=k) for op in ops]
     if not is_first:
         ops.append(_message("recv", "activation", stage - 1, inbound, where))
-    ops += chain.forward(stages[stage], batch, **where, spec=job.spec)
+    known = {**where, "spec": job.spec, "sent": not is_last}
+    ops += chain.forward(stages[stage], batch, **known)
     if not is_last:
         ops.append(_message("send", "activation", stage + 1, outbound, where))
         ops.append(_message("recv", "gradient", stage + 1, outbound, where))
-    ops += chain.backward(stages[stage], batch, **where, spec=job.spec, sent=not is_last)
+    ops += chain.backward(stages[stage], batch, **known)
     if not is_first:
         ops.append(_message("send", "gradient", stage - 1, inbound, where))
     return ops

@@ -22,9 +22,8 @@ def recomputes(job: Job) -> bool:
 
 
 def forward_and_backward(job: Job, stage: int, *, is_last: bool) -> tuple[list[Op], list[Op]]:
-    layers, known = job.stages[stage], {"stage": stage, "spec": job.spec}
-    ahead = chain.forward(layers, samples_of(job), **known)
-    back = chain.backward(layers, samples_of(job), **known, sent=not is_last)
+    layers, known = job.stages[stage], {"stage": stage, "spec": job.spec, "sent": not is_last}
+    ahead, back = (way(layers, samples_of(job), **known) for way in (chain.forward, chain.backward))
     return (ahead, back) if recomputes(job) else ([chain.whole_stage(ahead)], [chain.whole_stage(back)])
 
 

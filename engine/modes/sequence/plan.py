@@ -38,7 +38,8 @@ def forward(job: Job, layer: Layer) -> Cut:
     if layer.name == "embed":
         tokens = piece(layer, "tokens", "token", output=layer.output, kernels=layer.kernels)
         scatter = collective("reduce_scatter", "embed.tokens", layer.output_bytes)
-        return [tokens, scatter, piece(layer, "sum", "position", saved=decoder(job).sum_saved(shard[0]), output=shard)]
+        kept = {"saved": decoder(job).sum_saved(shard[0]), "copied": decoder(job).copied(shard[0])}
+        return [tokens, scatter, piece(layer, "sum", "position", output=shard, **kept)]
     if layer.name == "head":
         norm = piece(layer, "norm", "norm", saved=_norm(job), output=shard, kernels=decoder(job).norm_kernels(shard[0]))
         gather = collective("all_gather", "head.logits", job.item * math.prod(shard))
@@ -115,7 +116,7 @@ def _pieces(job: Job, layer: Layer) -> list[Layer]:
         ),
         piece(
             layer, "norm2", "norm2",
-            saved=total_saved + _norm(job), output=tokens, kernels=total + norm,
+            saved=total_saved - sizes.copied(tokens[0]) + _norm(job), output=tokens, kernels=total + norm,
             products=total_saved + _norm(job) if only else 0,
         ),
         piece(
@@ -128,5 +129,8 @@ def _pieces(job: Job, layer: Layer) -> list[Layer]:
             last_flops=2 * c * h * sizes.ffn // ranks,
             kernels=sizes.mlp_kernels(ranks),
         ),
-        piece(layer, "sum", saved=total_saved, output=tokens, products=total_saved, kernels=total),
+        piece(
+            layer, "sum",
+            saved=total_saved, copied=sizes.copied(tokens[0]), output=tokens, products=total_saved, kernels=total,
+        ),
     ]  # fmt: skip

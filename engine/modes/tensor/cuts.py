@@ -48,7 +48,8 @@ def units(
                 ahead.append(_of_batch(item, "activation", samples, stage, _waited(job)))
                 continue
             (op,) = chain.forward([item], samples, stage=stage or 0)
-            ahead.append(dataclasses.replace(op, saved=kept[item.name] * samples))
+            copied = item.copied if last and not chain.is_recomputed(layer, job.spec) else 0  # it is sent: kept here
+            ahead.append(dataclasses.replace(op, saved=(kept[item.name] + copied) * samples))
         again = _again(job, layer, there, samples, stage, sent=last)
         for item in back:
             if isinstance(item, Layer) and item.params:  # the first one that needs what forward made
@@ -86,7 +87,7 @@ def _again(job: Job, layer: Layer, cut: Cut, samples: int, stage: int | None, *,
         ops.append(dataclasses.replace(chain.whole_stage(parts), part=run[0].name, saved=saved))
     if ops:
         last = [item for item in cut if isinstance(item, Layer) and kept[item.name]][-1]
-        change = layer.output_bytes if job.spec.recompute == "selective" else -last.output_bytes
+        change = layer.output_bytes if job.spec.recompute == "selective" else -last.left
         change += 0 if last.params and not sent else last.output_bytes  # what has no parameters goes back before
         ops[-1] = dataclasses.replace(ops[-1], saved=ops[-1].saved + change * samples)
     return [dataclasses.replace(op, saved=max(0, op.saved)) for op in ops]
@@ -97,11 +98,11 @@ def kept_by(job: Job, layer: Layer, cut: Cut) -> dict[str, int]:
     if all of it is, the output of the last one that keeps anything."""
     pieces = [item for item in cut if isinstance(item, Layer)]
     if not chain.is_recomputed(layer, job.spec):
-        return {piece.name: piece.saved for piece in pieces}
+        return {piece.name: piece.saved - piece.copied for piece in pieces}
     if job.spec.recompute == "selective":
         return {piece.name: piece.products for piece in pieces}
     last = [piece.name for piece in pieces if piece.saved][-1]
-    return {piece.name: piece.output_bytes if piece.name == last else 0 for piece in pieces}
+    return {piece.name: piece.left if piece.name == last else 0 for piece in pieces}
 
 
 def repeated(job: Job, layer: Layer, cut: Cut) -> list[list[Layer] | Op]:

@@ -36,8 +36,9 @@ def logits_of(job: Job, layer: Layer, normed: int) -> Layer:
     (context, vocabulary), ranks, sizes = layer.output, job.degree("tp"), decoder(job)
     flops, output = layer.flops // ranks, (context, vocabulary // ranks)
     work = (*(sizes.norm_kernels() if normed else ()), *sizes.logits_kernels(vocabulary, ranks))
-    saved = normed + sizes.logits_saved(vocabulary, ranks)
-    made = piece(layer, "logits", "linear", flops=flops, saved=saved, output=output, last_flops=flops, kernels=work)
+    kept = sizes.logits_saved(vocabulary, ranks)
+    known = {"saved": normed + kept, "logarithms": kept, "last_flops": flops, "kernels": work}
+    made = piece(layer, "logits", "linear", flops=flops, output=output, **known)
     if sizes.fused:
         beside, once = sizes.logits_beside(vocabulary, ranks, fused=bool(job.spec.fused_loss))
         made = dataclasses.replace(made, beside=beside, beside_once=once)
@@ -61,7 +62,8 @@ def halves(job: Job, layer: Layer) -> tuple[Layer, Layer]:
     (c, h), ranks, sizes = layer.output, job.degree("tp"), decoder(job)
     kept, made = sizes.attention_saved(ranks), sizes.mlp_saved(ranks)
     only = sizes.repeats_scores
-    whole = sizes.norm_saved() + 2 * sizes.sum_saved() + made  # also the sum before it and the one after
+    # Also the sum before it and the one after.
+    whole = sizes.norm_saved() + 2 * sizes.sum_saved() - sizes.copied() + made
     attention = piece(
         layer, "attention", *ATTENTION,
         flops=sizes.attention_flops(ranks),
@@ -74,6 +76,7 @@ def halves(job: Job, layer: Layer) -> tuple[Layer, Layer]:
         layer, "mlp", *MLP,
         flops=sizes.mlp_flops(ranks),
         saved=whole,
+        copied=layer.copied,
         output=layer.output,
         products=whole if only else layer.item * c * 3 * h + sizes.mlp_products(ranks),
         beside=sizes.mlp_beside(ranks) if sizes.fused else 0,

@@ -63,7 +63,7 @@ def forward(job: Job, layer: Layer) -> Cut:
         return [
             piece(layer, "tokens", "token", output=whole, kernels=layer.kernels),
             collective("all_reduce", "embed.tokens", layer.output_bytes),
-            piece(layer, "sum", "position", output=whole, saved=layer.saved),
+            piece(layer, "sum", "position", output=whole, saved=layer.saved, copied=layer.copied),
         ]
     if layer.name == "head":
         return loss(job, layer, decoder(job).norm_saved())
