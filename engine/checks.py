@@ -73,7 +73,8 @@ def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
     if spec.mode == "hybrid" and spec.pp == 1:
         return _without_pipeline(spec)
     if spec.mode == "hybrid":
-        spec = spec.with_(schedule=spec.schedule or MODE_SETTINGS["pipeline"]["schedule"])
+        if spec.schedule_file is None:
+            spec = spec.with_(schedule=spec.schedule or MODE_SETTINGS["pipeline"]["schedule"])
         if spec.schedule == "dualpipe":  # its two copies of the model are replicas already
             good = [name for name in schedules.TABLE if name not in PLANNED_ONLY]
             raise SpecError("schedule_of_mode", "schedule", spec.schedule, suggest=good, mode=spec.mode)
@@ -180,7 +181,7 @@ def _check_schedule_file(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
     except (ScheduleFileError, OrderError) as error:
         reason, _, picture = str(error).partition("\n")
         raise SpecError("bad_schedule_file", "schedule_file", reason.rstrip(":"), picture=picture) from None
-    wanted = {"devices": len(found.order), "stages_per_rank": found.stages_per_rank}
+    wanted = {_name_of("pp", spec): len(found.order), "stages_per_rank": found.stages_per_rank}
     wanted["microbatches"] = found.num_microbatches
     for name, number in wanted.items():
         value = getattr(spec, name)
@@ -191,7 +192,7 @@ def _check_schedule_file(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
     if stages > len(layers):
         names = {"model": spec.model, "layers": len(layers)}
         raise SpecError("stages_of_schedule_file", "schedule_file", stages, **names)
-    if spec.global_batch % (pieces := count * (spec.accumulate or 1)):
+    if spec.global_batch % (pieces := count * replicas(spec) * (spec.accumulate or 1)):
         below = spec.global_batch // pieces * pieces
         good = [batch for batch in (below, below + pieces) if batch]
         raise SpecError("batch_of_schedule_file", "global_batch", spec.global_batch, suggest=good, microbatches=count)

@@ -100,8 +100,8 @@ RULES = {
     "planned_only": "PyTorch has no schedule {value}, so it is planned and simulated, and cannot run.",
     "bad_schedule_file": "The order in {setting} cannot be run: {value}.",
     "of_schedule_file": "The order in schedule-file is for {setting} {wanted}; {setting} is {value}.",
-    "batch_of_schedule_file": "The order in schedule-file has {microbatches} microbatches, which must divide "
-    "global-batch; it is {value}.",
+    "batch_of_schedule_file": "The order in schedule-file has {microbatches} microbatches, which must divide what a "
+    "replica gets of global-batch at a time; it is {value}.",
     "stages_of_schedule_file": "The order in {setting} has {value} stages, each of them with a layer; "
     "{model} has {layers}.",
     "recompute_halves": "This order ({order}) runs a backward in two halves, and in the second PyTorch would compute "

@@ -69,6 +69,7 @@ MODE_SETTINGS = {
         "schedule": None,
         "split": None,
         "stages_per_rank": None,
+        "schedule_file": None,
     },
 }
 # Options of the training itself: the default, and the modes that have them.
@@ -137,7 +138,7 @@ DATA_AXES = ("dp", "fsdp", "ep")  # those over which the batch is cut
 ONE_PROCESS_MODES = ("single", "data_parallel")
 STAGE_MODES = ("layer_split", "pipeline")  # split the layers over devices
 TENSOR_MODES = ("tensor", "sequence")  # split each layer over devices
-PIPELINE_SETTINGS = ("microbatches", "schedule", "split", "stages_per_rank")  # of a mesh with pp
+PIPELINE_SETTINGS = ("microbatches", "schedule", "schedule_file", "split", "stages_per_rank")  # of a mesh with pp
 CONTEXT_SETTINGS = ("attention", "balance")  # of a mesh with cp
 TORCH_FLOOR = (2, 11)  # the oldest that runs are tested with
 # What gloo could not do before torch 2.8 (pytorch#149869).

@@ -3,7 +3,8 @@
 A stage is gathered (`unshard`) when it is among the next ACTIVE stages that its rank computes with, and given up
 (`reshard`) when it no longer is; its gradients are reduced (`reduce_grad`) after its last backward. These are the rules
 of `_add_unshard_reshard` and `_add_reduce_grad` in torch.distributed.pipelining.schedules. Its GPipe and 1F1B, which
-have one stage a rank, do not go through that runtime: there each layer is gathered by its first forward.
+have one stage a rank, do not go through that runtime: there each layer is gathered by its first forward. Messages that
+are in the order already stay where they are.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from engine.schedules import Action
+from engine.schedules import MESSAGES, Action
 from engine.schedules.messages import groups
 
 ACTIVE = 3  # stages that a rank has gathered at a time: one for forward, one for backward, one ahead
@@ -27,11 +28,14 @@ def _with_gathers(actions: Sequence[Action]) -> Iterator[Action]:
     places: dict[int, deque[int]] = {}  # of each stage, where its passes are that are still to come
     last: dict[int, int] = {}  # of each stage, its last backward
     for i, group in enumerate(passes):
-        for action in group:
+        for action in () if group[0].kind in MESSAGES else group:
             places.setdefault(action.stage, deque()).append(i)
             last[action.stage] = i if action.kind in LAST else last.get(action.stage, -1)
     gathered: list[int] = []
     for i, group in enumerate(passes):
+        if group[0].kind in MESSAGES:
+            yield from group
+            continue
         wanted = _next_stages(places)
         for stage in [stage for stage in gathered if stage not in wanted]:
             gathered.remove(stage)

@@ -42,6 +42,55 @@ def test_a_schedule_written_to_a_file_is_planned_as_by_name(name):
     assert prepare(by_file.spec) == by_file
 
 
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "zbv", "dualpipev"])
+def test_a_file_is_the_order_of_each_pipeline_of_a_mesh(name):
+    """As of the schedule by name; with messages in the file too, gathers, passes and messages each in their order."""
+    mesh = MLP | {"mode": "hybrid", "devices": 4, "pp": 2, "fsdp": 2}
+    by_name = doing(modes.plan(prepare(Spec(schedule=name, microbatches=4, **mesh))))
+    alone, given_all = (
+        doing(modes.plan(prepare(Spec(schedule_file=csv_of(name, 2, 4, 2, add), **mesh))))
+        for add in (None, messages.add_late)
+    )
+    assert alone == by_name
+    for ours, theirs in zip(given_all, by_name, strict=True):
+        for axis in ("", "pp", "fsdp"):
+            assert [op for op in ours if op.axis == axis] == [op for op in theirs if op.axis == axis] != []
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "setting", "works"),
+    [
+        ({"fsdp": 4}, "needs_axis", "schedule_file", ()),
+        ({"pp": 4}, "of_schedule_file", "pp", ()),  # 2, and then another degree is 2
+        ({"pp": 2, "dp": 2, "global_batch": 6}, "batch_of_schedule_file", "global_batch", (4, 8)),
+        ({"pp": 2, "dp": 2, "schedule": "1f1b"}, "exclusive", "schedule", ()),
+    ],
+)
+def test_what_a_mesh_must_be_for_a_file(settings, code, setting, works):
+    asked = MLP | {"mode": "hybrid", "devices": 4} | settings
+    with pytest.raises(SpecError) as refused:
+        prepare(Spec(schedule_file=SANDWICH, **asked))
+    assert (refused.value.code, refused.value.setting, refused.value.suggest) == (code, setting, works)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("degrees", "text"),
+    [
+        ({"fsdp": 2}, SANDWICH),
+        ({"fsdp": 2}, csv_of("1f1b", 2, 4, 1, messages.add_early)),  # with messages, among which stages are gathered
+        ({"dp": 2}, csv_of("zbv", 2, 4, 2, messages.add_early)),
+        ({"tp": 2}, csv_of("dualpipev", 2, 4, 2)),
+    ],
+)
+def test_an_order_from_a_file_is_run_in_a_mesh_as_planned(degrees, text, launcher, runs_dir):
+    holds(
+        finished(
+            Spec(schedule_file=text, **(MLP | {"mode": "hybrid", "devices": 4, "pp": 2} | degrees)), launcher, runs_dir
+        )
+    )
+
+
 @pytest.mark.real
 @pytest.mark.parametrize(
     ("text", "stages_per_rank"),

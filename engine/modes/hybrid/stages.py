@@ -21,7 +21,7 @@ from engine.modes.pipeline.passes import samples_of
 from engine.modes.pipeline.plan import ONE_STAGE, in_microsteps, load
 from engine.modes.tensor.cuts import Blocks
 from engine.plan import Mesh, Op, Program
-from engine.schedules import Action, messages
+from engine.schedules import Action, given, messages
 from engine.schedules.gathers import add_gathers
 from engine.shapes import FP32, Layer
 
@@ -33,13 +33,12 @@ def in_stages(
 ) -> Iterator[tuple[int, tuple[list[Program], list[int]]]]:
     """For each of these ranks of a pipeline: its programs, and which of them each coordinate on fsdp runs."""
     spec, layers, samples = job.spec, held(job, seat), samples_of(job)
-    shape = (spec.schedule, job.degree("pp"), spec.stages_per_rank)
-    placement, pipelines = schedules.placement(*shape), schedules.pipelines(*shape)
+    _, placement, pipelines, _ = given.layout(spec, job.degree("pp"))
     rank_of = schedules.ranks_of(placement)
     ends = [output_of(job, layers[stage[-1]]) for stage in job.stage_layers]
     made = {stage: layer.output_bytes * samples for stage, layer in enumerate(ends)}
     sizes = {stage: size // _scattered(job) for stage, size in made.items()}
-    rows = rows_of(spec.schedule, job.degree("pp"), spec.microbatches, spec.stages_per_rank)
+    rows = rows_of(spec.schedule, job.degree("pp"), spec.microbatches, spec.stages_per_rank, spec.schedule_file)
     blocks: Blocks = {}
     for rank in ranks:
         stages = placement[rank]
@@ -95,8 +94,14 @@ def _turned(kind: str, turn: int | None) -> str:
 
 
 @functools.lru_cache(maxsize=16)  # many jobs have one schedule, and its numbers
-def rows_of(schedule: str, ranks: int, microbatches: int, stages_per_rank: int) -> list[list[Action]]:
+def rows_of(
+    schedule: str | None, ranks: int, microbatches: int, stages_per_rank: int | None, file: str | None
+) -> list[list[Action]]:
     """What each rank does, with messages and gathers; not to be changed."""
+    if file is not None:
+        found = given.read(file)
+        order = add_gathers(found.order)
+        return order if found.has_messages else messages.add_late(order, found.pipelines)
     order = schedules.order(schedule, ranks, microbatches, stages_per_rank)
     pipelines = schedules.pipelines(schedule, ranks, stages_per_rank)
     return messages.add_late(order if schedule in ONE_STAGE else add_gathers(order), pipelines)
