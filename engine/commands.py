@@ -17,7 +17,7 @@ from typing import Any
 import engine
 import engine.validate.report
 import engine.validate.tables
-from engine import archive, calibration_table, checkpoints, export, modes, notation, sampling, tables
+from engine import archive, calibration_table, checkpoints, export, modes, notation, sampling, stragglers_table, tables
 from engine.analysis import stragglers, traces
 from engine.calibrate import QUICK, CalibrationError, Effort, Measuring
 from engine.cost import calibration
@@ -187,19 +187,31 @@ def export_run(arguments: argparse.Namespace) -> int:
 
 
 def find_stragglers(arguments: argparse.Namespace) -> int:
-    """Say who comes last to each collective, from the profiler traces of all ranks"""
+    """Say who comes last to each collective and message, from the profiler traces of all ranks"""
     try:
-        calls, names = traces.collectives(arguments.traces)
+        seen = traces.communications(arguments.traces)
     except ValueError as error:
         raise SpecError("bad_traces", "traces", str(error)) from None
-    found, blamed = stragglers.late(calls), stragglers.stragglers(calls)
-    columns = (found.last, found.waited, found.longest)
+    found = stragglers.late(seen.calls)
+    columns = zip(seen.names, seen.ends, *(c.tolist() for c in (found.last, found.waited, found.longest)), strict=True)
     each = [
-        {"call": i, "name": name, "last": None if last < 0 else last, "waited": waited, "longest": longest}
-        for i, (name, last, waited, longest) in enumerate(zip(names, *(c.tolist() for c in columns), strict=True))
+        {
+            "call": i,
+            "name": name,
+            "ends": ends,
+            "last": None if last < 0 else last,
+            "waited": waited,
+            "longest": longest,
+        }
+        for i, (name, ends, last, waited, longest) in enumerate(columns)
     ]
-    report = {"collectives": each, "ranks": [one._asdict() for one in blamed]}
-    print(json.dumps(report)) if arguments.json else print(tables.late(report))
+    report = {
+        "collectives": each,
+        "ranks": [one._asdict() for one in stragglers.stragglers(seen.calls)],
+        "inside": [one._asdict() for one in stragglers.inside(seen.calls)],
+        "unmatched": seen.unmatched,
+    }
+    print(json.dumps(report)) if arguments.json else print(stragglers_table.late(report))
     return 0
 
 

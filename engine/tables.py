@@ -231,19 +231,6 @@ def _more(values: list, shown: int) -> str:
     return f" ... {len(values)} in all" if len(values) > shown else ""
 
 
-def late(report: dict[str, Any]) -> str:
-    """A line a collective, then a line a rank that came last to any."""
-    lines = []
-    for one in report["collectives"]:
-        who = "all at once" if one["last"] is None else f"rank {one['last']} last"
-        times = f"the first waits {seconds(one['longest'])}, the others on average {seconds(one['waited'])}"
-        lines.append((f"{one['call']}  {one['name'][:40]}", f"{who}; {times}" if one["last"] is not None else who))
-    for one in report["ranks"]:
-        told = f"last to {one['last']} of {one['calls']}, in all {seconds(one['seconds'])} after the others"
-        lines.append((f"rank {one['rank']}", told))
-    return rows(lines)
-
-
 def result(values: dict[str, Any], run_dir: Path) -> str:
     parity, conformance = values["parity"], values["conformance"]
     step, predicted = values["step_time"], values["predicted_step_time"]

@@ -45,6 +45,14 @@ class Straggler(NamedTuple):
     seconds: float
 
 
+class Inside(NamedTuple):
+    """Seconds that a rank spent in calls: until the last member had come, and from then on."""
+
+    rank: int
+    waiting: float
+    transfer: float
+
+
 def calls_of(ran: Ran) -> Calls:
     nodes = np.flatnonzero(ran.is_collective)
     rank = np.array(ran.graph.representative, dtype=np.int64)[ran.role[nodes]]
@@ -75,6 +83,15 @@ def waiting_share(calls: Calls) -> np.ndarray:
     last = np.array([came[call] for call in calls.call.tolist()])
     inside = calls.ended - calls.came
     return np.divide(np.minimum(last, calls.ended) - calls.came, inside, out=np.zeros(len(inside)), where=inside > 0)
+
+
+def inside(calls: Calls) -> list[Inside]:
+    """Of each rank, its time in calls, a kernel's duration, parted into waiting and transfer."""
+    spent = calls.ended - calls.came
+    waiting = waiting_share(calls) * spent
+    ranks, place = np.unique(calls.rank, return_inverse=True)
+    columns = (np.bincount(place, weights=each).tolist() for each in (waiting, spent - waiting))
+    return [Inside(*row) for row in zip(ranks.tolist(), *columns, strict=True)]
 
 
 def _latest(calls: Calls) -> tuple[np.ndarray, np.ndarray]:

@@ -1,29 +1,54 @@
-"""Traces of PyTorch's profiler, one file a rank -> when each rank came to each collective.
+"""Traces of PyTorch's profiler, one file a rank -> when each rank came to each communication.
 
-On GPUs a collective is a kernel of NCCL or RCCL, which starts when its rank comes and ends when all are through; on the
-CPU it is gloo's own mark. The k-th collective of one rank is the k-th of every other.
+On GPUs a communication is a kernel of NCCL or RCCL, which starts when its rank comes and ends when all are through; on
+the CPU it is gloo's own mark. Where the profiler noted whose a kernel is (its process group's ranks, or the two ends of
+a message), the k-th of a group on one rank is the k-th of that group on every other; where it did not, all ranks are
+taken to have called the same.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from engine.analysis.stragglers import Calls
 
 KERNELS, MARKS = ("nccl", "rccl"), "gloo:"
+MESSAGE = "message"
 MICROSECOND = 1e-6  # the unit of a trace, whatever its displayTimeUnit says
 MOST_BYTES = 2_000_000_000  # of a trace, unpacked
 
 
-def collectives(paths: Sequence[str | Path]) -> tuple[Calls, list[str]]:
-    """(calls, the name of each call), in seconds from the first. ValueError, in a sentence, for files that are no
-    traces, that are of one rank, or whose ranks did not do the same."""
-    found: dict[int, list[tuple[float, float, str]]] = {}
+class Found(NamedTuple):
+    """`names`: what each call was; `ends`: sender and receiver of one that is a message, else None. `unmatched`: parts
+    of calls of which no other rank's is there, or that do not say whose they are, as several messages in one kernel."""
+
+    calls: Calls
+    names: list[str]
+    ends: list[tuple[int, int] | None]
+    unmatched: int
+
+
+class Seen(NamedTuple):
+    """One communication of a rank, in microseconds. `group`: the ranks it is between, as the trace tells them; empty
+    where it does not; None of several messages in one kernel."""
+
+    start: float
+    duration: float
+    name: str
+    group: tuple | None = ()
+
+
+def communications(paths: Sequence[str | Path]) -> Found:
+    """Times in seconds from the first. ValueError, in a sentence, for files that are no traces, that are of one rank,
+    or whose ranks did not do the same."""
+    found: dict[int, list[Seen]] = {}
     for path in paths:
         trace = _read(Path(path))
         info = trace.get("distributedInfo")
@@ -32,18 +57,50 @@ def collectives(paths: Sequence[str | Path]) -> tuple[Calls, list[str]]:
             raise ValueError(f"{path} does not say of which rank it is (distributedInfo)")
         if rank in found:
             raise ValueError(f"{path} is a second file of rank {rank}")
-        found[rank] = sorted(_communication(trace["traceEvents"]))
-    counts = {rank: len(each) for rank, each in sorted(found.items())}
-    if len(set(counts.values())) > 1:
-        raise ValueError(f"ranks have different numbers of collectives, so they cannot be matched: {counts}")
-    names = [name for *_, name in next(iter(found.values()), [])]
-    if not names:
+        found[rank] = sorted(_communication(trace["traceEvents"]), key=lambda seen: seen.start)
+    if not any(found.values()):
         raise ValueError("there are no collectives in these files")
-    rows = [(i, rank, *times) for rank, each in found.items() for i, (*times, _) in enumerate(each)]
+    calls = _matched(found)
+    unmatched = sum(map(len, found.values())) - sum(len(members) for _, members in calls)
+    rows = [
+        (i, rank, seen.start, seen.duration) for i, (_, members) in enumerate(calls) for rank, seen in members.items()
+    ]
     call, of_rank, came, took = (np.array(column) for column in zip(*rows, strict=True))
     first = came.min()  # taken away first: microseconds of Unix time are too large to multiply without loss
     came = came - first
-    return Calls(call, of_rank, came * MICROSECOND, (came + took) * MICROSECOND), names
+    return Found(
+        Calls(call, of_rank, came * MICROSECOND, (came + took) * MICROSECOND),
+        [next(iter(members.values())).name for _, members in calls],
+        [group[1:] if group[:1] == (MESSAGE,) else None for group, _ in calls],
+        unmatched,
+    )
+
+
+def _matched(found: dict[int, list[Seen]]) -> list[tuple[tuple, dict[int, Seen]]]:
+    """(group, each member's part) of every communication of which two ranks or more are there, in order of time."""
+    told = any(seen.group != () for each in found.values() for seen in each)
+    groups: dict[tuple, dict[int, list[Seen]]] = defaultdict(dict)
+    for rank, each in sorted(found.items()):
+        if not told:
+            groups[()][rank] = each
+        for seen in each if told else ():
+            if seen.group:
+                groups[seen.group].setdefault(rank, []).append(seen)
+    calls = []
+    for group, members in groups.items():
+        counts = {rank: len(each) for rank, each in members.items()}
+        if len(set(counts.values())) > 1:
+            of = f" ({_called(group)})" if group else ""
+            raise ValueError(f"ranks have different numbers of collectives{of}, so they cannot be matched: {counts}")
+        if len(members) > 1:
+            calls += [(group, dict(zip(members, same, strict=True))) for same in zip(*members.values(), strict=True)]
+    if not calls:
+        raise ValueError("of no communication in these files are two ranks there")
+    return sorted(calls, key=lambda call: min(seen.start for seen in call[1].values()))
+
+
+def _called(group: tuple) -> str:
+    return f"messages from rank {group[1]} to rank {group[2]}" if group[0] == MESSAGE else f"of ranks {group[1]}"
 
 
 def _read(path: Path) -> dict:
@@ -60,12 +117,22 @@ def _read(path: Path) -> dict:
     return trace
 
 
-def _communication(events: list) -> list[tuple[float, float, str]]:
-    """(start, duration, name) of every collective, in microseconds."""
+def _communication(events: list) -> Iterator[Seen]:
     whole = [e for e in events if isinstance(e, dict) and e.get("ph") == "X" and isinstance(e.get("name"), str)]
     kernels = [e for e in whole if e.get("cat") == "kernel" and any(word in e["name"].lower() for word in KERNELS)]
-    chosen = kernels or [e for e in whole if e["name"].startswith(MARKS)]
-    times = [(e.get("ts"), e.get("dur"), e["name"].partition("(")[0]) for e in chosen]
-    return [
-        (ts, dur, name) for ts, dur, name in times if isinstance(ts, (int, float)) and isinstance(dur, (int, float))
-    ]
+    for event in kernels or [e for e in whole if e["name"].startswith(MARKS)]:
+        start, duration, args = event.get("ts"), event.get("dur"), event.get("args")
+        if isinstance(start, (int, float)) and isinstance(duration, (int, float)):
+            group = _group(args if isinstance(args, dict) else {})
+            yield Seen(start, duration, event["name"].partition("(")[0], group)
+
+
+def _group(args: dict) -> tuple | None:
+    """Whose a kernel is, of what PyTorch notes at it (torch/csrc/profiler/util.h)."""
+    ends = args.get("Src Rank"), args.get("Dst Rank")
+    if all(isinstance(rank, int) and rank >= 0 for rank in ends):
+        return (MESSAGE, *ends)
+    if "coalesced" in str(args.get("Collective name", "")).lower():
+        return None
+    ranks = args.get("Process Group Ranks")
+    return ("ranks", str(ranks), str(args.get("Process Group Name", ""))) if ranks else ()

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from engine import __main__ as command_line
-from engine.analysis.stragglers import Calls, Straggler, late, named, stragglers, waiting_share
-from engine.analysis.traces import collectives
+from engine.analysis.stragglers import Calls, Inside, Straggler, inside, late, named, stragglers, waiting_share
+from engine.analysis.traces import communications
 
 # When each of 8 ranks came to its k-th NCCL kernel, and when that ended: microseconds, from PyTorch profiler traces of
 # one step of DLRM on 8 GPUs (github.com/facebookresearch/param), read off the events of the category "kernel".
@@ -126,9 +126,10 @@ def write_traces(folder, table, *, base: int = 1_694_128_201_000_000) -> list:
 
 
 def test_profiler_traces_are_read_one_file_a_rank(tmp_path):
-    calls, names = collectives(write_traces(tmp_path, DLRM)[::-1])
-    assert names == ["ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t"] * 4
-    found = late(calls)
+    seen = communications(write_traces(tmp_path, DLRM)[::-1])
+    assert seen.names == ["ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t"] * 4
+    assert (seen.ends, seen.unmatched) == ([None] * 4, 0)
+    found = late(seen.calls)
     assert found.last.tolist() == [7, 5, 5, 4]
     np.testing.assert_allclose(found.longest, [7624e-6, 534e-6, 584e-6, 885e-6], rtol=1e-9)
 
@@ -136,11 +137,11 @@ def test_profiler_traces_are_read_one_file_a_rank(tmp_path):
 def test_traces_that_cannot_be_matched_are_refused_in_a_sentence(tmp_path):
     paths = write_traces(tmp_path, DLRM)
     with pytest.raises(ValueError, match="second file of rank 3"):
-        collectives([*paths, paths[3]])
+        communications([*paths, paths[3]])
     (tmp_path / "short").mkdir()
     other = write_traces(tmp_path / "short", {0: DLRM[0]})[0]
     with pytest.raises(ValueError, match="different numbers of collectives"):
-        collectives([*paths[1:], other])
+        communications([*paths[1:], other])
     for text, reason in (
         ("{", "cannot be read"),
         ("[]", "no trace"),
@@ -149,9 +150,77 @@ def test_traces_that_cannot_be_matched_are_refused_in_a_sentence(tmp_path):
     ):
         (tmp_path / "odd.json").write_text(text)
         with pytest.raises(ValueError, match=reason):
-            collectives([tmp_path / "odd.json"])
+            communications([tmp_path / "odd.json"])
     with pytest.raises(ValueError, match="cannot be read"):
-        collectives([tmp_path / "missing.json"])
+        communications([tmp_path / "missing.json"])
+
+
+PIPELINE = {
+    # Two stages on ranks 0 and 1, then two on 2 and 3: kernels as (start, end, sender, receiver) in us.
+    0: [(0, 900, 0, 1), (1000, 1100, 0, 1), (1200, 5000, 1, 0)],
+    1: [(700, 900, 0, 1), (1080, 1100, 0, 1), (4900, 5000, 1, 0)],
+    2: [(0, 950, 2, 3), (2000, 6000, 3, 2)],
+    3: [(750, 950, 2, 3), (5900, 6000, 3, 2)],
+}
+
+
+def write_pipeline(folder, ranks=(0, 1, 2, 3), *, more=()) -> list:
+    """With what PyTorch notes at a kernel (torch/csrc/profiler/util.h), and an all-reduce of each pair of stages."""
+    paths = []
+    for rank in ranks:
+        events = [
+            (start, end, "ncclDevKernel_SendRecv(x)", {"Collective name": "send", "Src Rank": a, "Dst Rank": b})
+            for start, end, a, b in PIPELINE[rank]
+        ]
+        pair = rank % 2, rank % 2 + 2
+        group = {"Process Group Ranks": str([*pair]), "Process Group Name": str(pair[0])}
+        events += [(7000 + 100 * rank, 8000 + pair[0], "ncclDevKernel_AllReduce(x)", group), *more]
+        told = [
+            {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": end - start, "args": args}
+            for start, end, name, args in events
+        ]
+        paths.append(folder / f"rank{rank}.json")
+        info = {"backend": "nccl", "rank": rank, "world_size": 4}
+        paths[-1].write_text(json.dumps({"distributedInfo": info, "traceEvents": told}))
+    return paths
+
+
+def test_a_message_is_parted_into_waiting_and_transfer_by_when_its_other_end_came(tmp_path):
+    """sail-sg/zero-bubble#73: a pipeline's bubble is inside of SendRecv kernels, which are as long as the wait for the
+    peer. Stages send different numbers of messages, and groups of ranks call their own collectives."""
+    seen = communications(write_pipeline(tmp_path))
+    assert seen.ends == [(0, 1), (2, 3), (0, 1), (1, 0), (3, 2), None, None]
+    assert late(seen.calls).last.tolist() == [1, 3, 1, 1, 3, 2, 3]
+    assert seen.unmatched == 0
+    by_rank = {one.rank: one for one in inside(seen.calls)}
+    assert by_rank[0] == Inside(
+        0, pytest.approx((700 + 80 + 3700 + 200) * 1e-6), pytest.approx((200 + 20 + 100 + 800) * 1e-6)
+    )
+    assert by_rank[1].waiting == pytest.approx(200e-6)
+    assert by_rank[2] == Inside(2, pytest.approx((750 + 3900) * 1e-6), pytest.approx((200 + 100 + 800) * 1e-6))
+
+
+def test_what_no_other_file_has_is_left_out_and_counted(tmp_path):
+    """Rank 3 is not there; and a kernel of several messages does not say whose it is (`coalesced`, or nothing)."""
+    several = [(9000, 9100, "ncclDevKernel_SendRecv(x)", args) for args in ({"Collective name": "coalesced"}, {})]
+    seen = communications(write_pipeline(tmp_path, (0, 1, 2), more=several))
+    assert seen.ends == [(0, 1), (0, 1), (1, 0), None]
+    assert seen.unmatched == 2 + 1 + 3 * 2  # rank 2's messages, rank 1's all-reduce with 3, those of all three ranks
+    with pytest.raises(ValueError, match="of no communication in these files are two ranks there"):
+        communications(write_pipeline(tmp_path, (0, 3)))
+
+
+def test_ends_of_messages_that_were_not_sent_as_often_as_received_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(PIPELINE, 1, PIPELINE[1][1:])
+    with pytest.raises(ValueError, match=r"messages from rank 0 to rank 1.*\{0: 2, 1: 1\}"):
+        communications(write_pipeline(tmp_path))
+
+
+def test_the_command_line_tells_how_a_rank_spent_its_time_in_messages(tmp_path, capsys):
+    assert command_line.main(["stragglers", *map(str, write_pipeline(tmp_path, (0, 1, 2)))]) == 0
+    out = capsys.readouterr().out
+    assert "ncclDevKernel_SendRecv, 1 to 0" in out
+    assert "for others to come" in out and "3 left out" in out
 
 
 def test_the_command_line_names_who_came_last(tmp_path, capsys):
