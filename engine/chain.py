@@ -76,14 +76,17 @@ def backward(
     microbatch: int = 0,
     spec: Spec | None = None,
     sent: bool = False,
+    stays: bool = False,
 ) -> list[Op]:
     """From the last layer to the first: what was not kept is computed again; then twice the FLOPs of forward, which
-    reads what was saved, and writes the parameters' gradients. `sent`: the last output went to another device."""
+    reads what was saved, and writes the parameters' gradients. `sent`: the last output went to another device.
+    `stays`: all outputs are there until a later half of the backward."""
     where = {"stage": stage, "microbatch": microbatch}
     ops = []
     for layer in reversed(layers):
         if is_recomputed(layer, spec):
-            there = kept(layer, spec) + gone(layer, spec) - (layer.output_bytes if sent and layer is layers[-1] else 0)
+            still = stays or (sent and layer is layers[-1])
+            there = kept(layer, spec) + gone(layer, spec) - (layer.output_bytes if still else 0)
             again = recompute(layer, samples, spec, **where)
             ops.append(dataclasses.replace(again, saved=max(0, layer.saved - there) * samples))
         traffic = 2 * layer.param_bytes + 2 * samples * (layer.saved + layer.output_bytes)
@@ -126,12 +129,18 @@ class Unit:
 
 
 def units(
-    layers: Sequence[Layer], samples: int, *, stage: int = 0, spec: Spec | None = None, sent: bool = False
+    layers: Sequence[Layer],
+    samples: int,
+    *,
+    stage: int = 0,
+    spec: Spec | None = None,
+    sent: bool = False,
+    stays: bool = False,
 ) -> list[Unit]:
     """Layers that a rank computes whole."""
     known, out = {"stage": stage, "spec": spec}, []
     for layer in layers:
-        known["sent"] = sent and layer is layers[-1]
+        known["sent"] = stays or (sent and layer is layers[-1])
         ways = (forward([layer], samples, **known), backward([layer], samples, **known))
         out.append(Unit(layer, *map(tuple, ways)))
     return out

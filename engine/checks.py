@@ -207,13 +207,8 @@ def _has_halves(spec: Spec) -> bool:
 
 
 def _check_recompute(spec: Spec) -> None:
-    """Of a stage: its backwards must be whole, and it must be PyTorch's modules as they are."""
-    if spec.recompute in (None, "none"):
-        return
-    if _has_halves(spec):
-        order = spec.schedule or "schedule-file"
-        raise SpecError("recompute_halves", "recompute", spec.recompute, suggest=["none"], order=order)
-    if spec.compile_stage not in (None, "none"):
+    """Of a stage: it must be PyTorch's modules as they are."""
+    if spec.recompute not in (None, "none") and spec.compile_stage not in (None, "none"):
         raise SpecError("exclusive", "compile_stage", spec.compile_stage, other="recompute")
 
 

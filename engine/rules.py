@@ -104,8 +104,6 @@ RULES = {
     "replica gets of global-batch at a time; it is {value}.",
     "stages_of_schedule_file": "The order in {setting} has {value} stages, each of them with a layer; "
     "{model} has {layers}.",
-    "recompute_halves": "This order ({order}) runs a backward in two halves, and in the second PyTorch would compute "
-    "a layer again for every one of its weights; {setting} is {value}.",
     "compile_halves": "torch.compile makes one piece of a stage's backward, and this order ({order}) runs it in two "
     "halves; {setting} is {value}.",
     "no_compiler": "{setting} {value} needs {missing}, which this machine lacks.",

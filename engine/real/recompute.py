@@ -11,6 +11,8 @@ from typing import ClassVar
 
 import torch
 from torch import nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from engine.chain import is_recomputed
@@ -48,8 +50,11 @@ def _again(chain: Chain, name: str, module: nn.Module, *, selective: bool) -> Ca
     contexts = {"context_fn": lambda: create_selective_checkpoint_contexts(_policy)} if selective else {}
 
     def marked(x: torch.Tensor) -> torch.Tensor:
-        if not in_backward():
+        if not torch.is_grad_enabled():
             return forward(x)
+        if not in_backward():
+            with _kept_once_there():
+                return forward(x)
         passed, Again.going_on = chain.passed, True
         if passed is not None:
             passed.begin_recompute(name, SUMS if selective else ())
@@ -61,6 +66,20 @@ def _again(chain: Chain, name: str, module: nn.Module, *, selective: bool) -> Ca
             Again.going_on, Again.done = False, Again.done + 1
 
     return lambda x: checkpoint(marked, x, use_reentrant=False, **contexts)
+
+
+def _kept_once_there() -> saved_tensors_hooks:
+    """Of what is saved now, whatever is computed again is there until the last node that asks for it has gone back: a
+    backward in halves goes through a layer once for its input and once for each group of weights, and PyTorch would
+    compute it again for each (GraphExecGroup lets nobody ask twice, and a product asks for both its factors twice)."""
+    pack, unpack = _top_saved_tensors_default_hooks(False)
+
+    def again(saved: list) -> torch.Tensor:
+        if len(saved) == 1:
+            saved.append(unpack(saved[0]))
+        return saved[1]
+
+    return saved_tensors_hooks(lambda tensor: [pack(tensor)], again)
 
 
 def _policy(_, op, *args, **kwargs) -> CheckpointPolicy:

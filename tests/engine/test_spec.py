@@ -203,7 +203,6 @@ MALFORMED += [
     ({"resume": "run:50", "epochs": "2"}, "resume_ends", "epochs"),
 ]
 MALFORMED += [
-    ({"mode": "pipeline", "schedule": "zbv", "recompute": "full"}, "recompute_halves", "recompute"),
     ({"mode": "pipeline", "schedule": "zb_h2", "compile-stage": "torch_compile"}, "compile_halves", "compile_stage"),
 ]
 ORDER = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"  # two ranks, a stage each, two microbatches

@@ -53,13 +53,16 @@ def units_of(
     stage: int | None = None,
     turn: int = 0,
     sent: bool = False,
+    stays: bool = False,
     blocks: Blocks | None = None,
 ) -> list[chain.Unit]:
     """Layers of `held`, as a rank computes them in a pass, the step's `turn`-th; the job is that of `own_tokens`.
-    `sent`: the last output goes on to another stage. `blocks`: what has been cut for this seat."""
+    `sent`: the last output goes on to another stage. `stays`: all are there until a later half of the backward.
+    `blocks`: what has been cut for this seat."""
     if job.degree("ep") > 1:
         return [unit for layer in layers for unit in _experts_apart(job, layer, samples, seat, stage, turn)]
-    made = units(job, layers, samples, *ways(job, samples, seat.cp), stage=stage, sent=sent, blocks=blocks)
+    known = {"stage": stage, "sent": sent, "stays": stays, "blocks": blocks}
+    made = units(job, layers, samples, *ways(job, samples, seat.cp), **known)
     if not job.spec.sequence_parallel:
         return made
     return [replace(unit, sums=sequence.norm_gradients(unit.layer)) for unit in made]

@@ -17,7 +17,7 @@ from engine.modes.fsdp.replicas import is_shared
 from engine.modes.fsdp.units import gathered_bytes
 from engine.modes.hybrid.cuts import Seat, held, output_of, tokens_of, units_of
 from engine.modes.pipeline.memory import beside
-from engine.modes.pipeline.passes import samples_of
+from engine.modes.pipeline.passes import halves, recomputes, samples_of
 from engine.modes.pipeline.plan import ONE_STAGE, in_microsteps, load
 from engine.modes.tensor.cuts import Blocks
 from engine.plan import Mesh, Op, Program
@@ -45,14 +45,14 @@ def in_stages(
         stage_of = {i: stage for stage in stages for i in job.stage_layers[stage]}
         kept = {i: layers[i] for i in sorted(stage_of)}
         passes: Passes = {}
-        halves = any(action.kind in ("backward_input", "backward_weight") for action in rows[rank])
+        split = any(action.kind in ("backward_input", "backward_weight") for action in rows[rank])
         for stage in stages:
-            passes |= _passes(job, mesh, layers, stage, made[stage], seat, blocks, halves=halves)
+            passes |= _passes(job, mesh, layers, stage, made[stage], seat, blocks, split=split)
         row = _gathering_first(rows[rank], passes) if spec.schedule in ONE_STAGE else rows[rank]
         apart = job.routed is not None and job.degree("ep") > 1
         if apart:
             for stage, turn in product(stages, range(spec.microbatches * job.microsteps)):
-                of_turn = _passes(job, mesh, layers, stage, made[stage], seat, blocks, turn=turn, halves=halves)
+                of_turn = _passes(job, mesh, layers, stage, made[stage], seat, blocks, turn=turn, split=split)
                 passes |= {(_turned(kind, turn), stage): ops for (kind, stage), ops in of_turn.items()}
         before = [replace(op, part=tokens_of(job, seat)) for op in load(job, stages, pipelines)]
         sums = [] if is_shared(mesh) else [op for stage in stages for op in passes["sums", stage]]
@@ -117,22 +117,24 @@ def _passes(
     blocks: Blocks,
     *,
     turn: int = 0,
-    halves: bool,
+    split: bool,
 ) -> Passes:
-    """What a stage does for a microbatch, and once in a step; `halves`: of a backward, too. The runtime of schedules
-    gathers a stage in the background."""
+    """What a stage does for a microbatch, and once in a step; `split`: of a backward its halves, too. The runtime of
+    schedules gathers a stage in the background."""
     layers = [whole[i] for i in job.stage_layers[stage]]
     is_sent = stage < len(job.stages) - 1
-    cut = units_of(job, layers, samples_of(job), seat, stage=stage, turn=turn, sent=is_sent, blocks=blocks)
-    if _scattered(job) > 1:
-        cut = _gathering_messages(job, cut, stage, sent)
+
+    def units(**known: bool) -> list[chain.Unit]:
+        cut = units_of(job, layers, samples_of(job), seat, stage=stage, turn=turn, blocks=blocks, **known)
+        return _gathering_messages(job, cut, stage, sent) if _scattered(job) > 1 else cut
+
+    cut = units(sent=is_sent)
     if is_sent and not job.spec.master_weights:  # its output is kept by who gets it (`beside`)
         cut[-1] = replace(cut[-1], forward=_without(cut[-1].forward, sent))
-    backward = [op for unit in reversed(cut) for op in unit.backward]
     gathers = [[*gather(unit.layer, job, mesh)] for unit in cut]
     passes: Passes = {
         ("forward", stage): [op for unit in cut for op in unit.forward],
-        ("backward", stage): backward,
+        ("backward", stage): _backward(cut),
         ("unshard", stage): [replace(op, asynchronous=True) for ops in gathers for op in ops],
         ("reshard", stage): [],
         ("reduce_grad", stage): [op for unit in cut for op in reduce(unit, job, mesh)] if is_shared(mesh) else [],
@@ -140,27 +142,20 @@ def _passes(
     }
     for i, unit, ops in zip(count(), cut, gathers, strict=False):  # layer by layer
         passes |= {(f"gather {i}", stage): ops, (f"forward {i}", stage): unit.forward}
-    return passes | (_halves(backward, stage) if halves else {})
+    if not split:
+        return passes
+    apart = recomputes(job) and stage > 0
+    return passes | halves(_backward(units(stays=True) if apart else cut), stage, first=stage == 0)
 
 
-def _halves(backward: Sequence[Op], stage: int) -> Passes:
-    """A backward's two halves: that of the weights needs nobody. A first stage leaves all to it."""
-    total = chain.whole_stage([op for op in backward if op.is_compute])
-    if stage == 0:
-        nothing = chain.halves(total, first=True)[0]
-        return {("backward_input", stage): [nothing], ("backward_weight", stage): _renamed(backward, "backward_weight")}
-    inputs = [chain.halves(op)[0] if op.is_compute else op for op in backward]
-    return {("backward_input", stage): inputs, ("backward_weight", stage): [chain.halves(total)[1]]}
+def _backward(cut: Sequence[chain.Unit]) -> list[Op]:
+    return [op for unit in reversed(cut) for op in unit.backward]
 
 
 def _without(ops: Sequence[Op], sent: int) -> tuple[Op, ...]:
     """The forward of a layer that does not keep as many bytes of what it made: the last piece that kept so much."""
     last = max((i for i, op in enumerate(ops) if op.saved >= sent), default=None)
     return tuple(replace(op, saved=op.saved - sent) if i == last else op for i, op in enumerate(ops))
-
-
-def _renamed(ops: Sequence[Op], kind: str) -> list[Op]:
-    return [replace(op, kind=kind) if op.is_compute else op for op in ops]
 
 
 def _gathering_first(actions: Sequence[Action], passes: Passes) -> list[Action]:

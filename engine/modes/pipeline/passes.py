@@ -21,9 +21,11 @@ def recomputes(job: Job) -> bool:
     return job.spec.recompute not in (None, "none")
 
 
-def forward_and_backward(job: Job, stage: int, *, is_last: bool) -> tuple[list[Op], list[Op]]:
+def forward_and_backward(job: Job, stage: int, *, is_last: bool, stays: bool = False) -> tuple[list[Op], list[Op]]:
+    """`stays`: what layers put out is there until a later half of the backward."""
     layers, known = job.stages[stage], {"stage": stage, "spec": job.spec, "sent": not is_last}
-    ahead, back = (way(layers, samples_of(job), **known) for way in (chain.forward, chain.backward))
+    ahead = chain.forward(layers, samples_of(job), **known)
+    back = chain.backward(layers, samples_of(job), **known, stays=stays)
     return (ahead, back) if recomputes(job) else ([chain.whole_stage(ahead)], [chain.whole_stage(back)])
 
 
@@ -41,8 +43,24 @@ def passes_of(job: Job, stages: Sequence[int], pipelines: list[range]) -> dict[t
             output = job.stages[stage][-1].output_bytes * samples_of(job)
             forward[-1] = replace(forward[-1], saved=forward[-1].saved - output)
         passes |= {("forward", stage): forward, ("backward", stage): backward}
-        if recomputes(job):
-            continue
-        (whole,) = backward
-        passes |= {(op.kind, stage): [op] for op in chain.halves(whole, first=stage in firsts)}
+        _, stays = forward_and_backward(job, stage, is_last=is_last, stays=stage not in firsts)
+        passes |= halves(stays, stage, first=stage in firsts)
     return passes
+
+
+def halves(backward: Sequence[Op], stage: int, *, first: bool) -> dict[tuple[str, int], list[Op]]:
+    """A backward's two halves. In that of the input layers are computed again and ranks meet, each time before what
+    needs it; that of the weights needs nobody, and what it needs is there. A first stage leaves all to it."""
+    total = chain.whole_stage([op for op in backward if goes_back(op)])
+    there, rest = chain.halves(total, first=first)
+    if first:
+        return {
+            ("backward_input", stage): [there],
+            ("backward_weight", stage): [replace(op, kind=rest.kind) if goes_back(op) else op for op in backward],
+        }
+    inputs = [chain.halves(op)[0] if goes_back(op) else op for op in backward]
+    return {("backward_input", stage): inputs, ("backward_weight", stage): [rest]}
+
+
+def goes_back(op: Op) -> bool:
+    return op.kind == "backward"

@@ -25,16 +25,18 @@ def units(
     *,
     stage: int | None = None,
     sent: bool = False,
+    stays: bool = False,
     blocks: Blocks | None = None,
 ) -> list[chain.Unit]:
     """Layers of `held`, each cut where its ranks meet. In a pipeline they, and their collectives, are of a stage, and
-    the last output may be sent on. `blocks`: what has been cut of this job, and is not cut again."""
+    the last output may be sent on, or all be there until a later half of the backward. `blocks`: what has been cut of
+    this job, and is not cut again."""
     if job.degree("tp") == job.degree("cp") == 1:
-        return chain.units(layers, samples, stage=stage or 0, spec=job.spec, sent=sent)
+        return chain.units(layers, samples, stage=stage or 0, spec=job.spec, sent=sent, stays=stays)
     out: list[chain.Unit] = []
     blocks = {} if blocks is None else blocks
     for layer in layers:
-        last = sent and layer is layers[-1]
+        last = stays or (sent and layer is layers[-1])
         alike = layer.name.startswith("block") and job.routed is None
         block = (*ALL_BUT_NAME(layer), last) if alike else None
         if block in blocks:
