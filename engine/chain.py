@@ -140,8 +140,8 @@ def units(
     """Layers that a rank computes whole."""
     known, out = {"stage": stage, "spec": spec}, []
     for layer in layers:
-        known["sent"] = stays or (sent and layer is layers[-1])
-        ways = (forward([layer], samples, **known), backward([layer], samples, **known))
+        known["sent"] = sent and layer is layers[-1]
+        ways = (forward([layer], samples, **known), backward([layer], samples, **known, stays=stays))
         out.append(Unit(layer, *map(tuple, ways)))
     return out
 
@@ -155,6 +155,7 @@ def whole_stage(ops: Sequence[Op]) -> Op:
         flops=sum(op.flops for op in ops),
         bytes=sum(op.bytes for op in ops),
         saved=sum(op.saved for op in ops),
+        remains=sum(op.remains for op in ops),
         scratch=max(op.scratch for op in ops),
         kernels=tuple(kernel for op in ops for kernel in op.kernels),
     )

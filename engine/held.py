@@ -100,8 +100,7 @@ def held_by(ops: Ops) -> Held:
     forward, freeing = nodes("forward"), nodes("backward", "backward_weight")
     backward = nodes("backward", "backward_input", "backward_weight")
     making = nodes("forward", "recompute")
-    keeps = np.array([op.saved for op in ops.templates], dtype=np.int64)
-    saved = keeps[ops.which[making]]
+    saved = np.array([op.saved for op in ops.templates], dtype=np.int64)[ops.which[making]]
     part = keys([(op.stage, op.part) for op in ops.templates])
     held_by = np.zeros(part.max(initial=0) + 1, dtype=np.int64)
     np.add.at(held_by, part[making], saved)
@@ -112,8 +111,7 @@ def held_by(ops: Ops) -> Held:
     held[making] = saved
     whole = np.array([not op.part for op in ops.templates], dtype=bool)[ops.which[freeing]]  # of all layers of a stage
     held[freeing] = -np.where(whole, in_chunk[chunk[freeing]], held_by[part[freeing]])
-    sending = nodes("send")
-    held[sending] = keeps[ops.which[sending]]
+    held += np.array([op.remains for op in ops.templates], dtype=np.int64)[ops.which]
     started, done = forward[_is_first(chunk[forward])], backward[::-1][_is_first(chunk[backward[::-1]])]
     in_flight = np.zeros(len(ops), dtype=np.int64)
     in_flight[started] = 1

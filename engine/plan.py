@@ -28,10 +28,11 @@ class Op:
 
     `bytes` is the size of a message or of a collective's tensor on this rank, as torch's call is given it; for a
     compute op it is the memory traffic. `saved` bytes of activations appear with a forward op, or with the recompute op
-    before its backward op, with which they all go; those of a load or a send stay. `peer` is the other end's coordinate
-    on `axis`, not its rank: so ranks that do the same share a program. An `asynchronous` op (torch.distributed's
-    async_op=True, and every send) is not waited for by the next compute op, but by the next one of the same part, and
-    at the latest by the next optimizer op, or by the load of the next micro-step.
+    before its backward op, with which they all go; those of a load when the next one comes. `remains`: bytes that
+    appear with an op and are there until one says that they go, by a number below 0, or the step ends. `peer` is the
+    other end's coordinate on `axis`, not its rank: so ranks that do the same share a program. An `asynchronous` op
+    (torch.distributed's async_op=True, and every send) is not waited for by the next compute op, but by the next one of
+    the same part, and at the latest by the next optimizer op, or by the load of the next micro-step.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Op:
     bytes: int = 0
     flops: int = 0
     saved: int = 0
+    remains: int = field(default=0, compare=False)
     scratch: int = field(default=0, compare=False)  # bytes that are there while a compute op lasts, and no longer
     kernels: Kernels = field(default=(), compare=False)  # how a compute op does it, where that is known
 
@@ -62,7 +64,7 @@ class Op:
         return Op(
             kind=self.kind, stage=stage, microbatch=self.microbatch, part=part, payload=self.payload, axis=self.axis,
             peer=self.peer, asynchronous=self.asynchronous, bytes=self.bytes, flops=self.flops, saved=self.saved,
-            scratch=self.scratch, kernels=self.kernels,
+            remains=self.remains, scratch=self.scratch, kernels=self.kernels,
         )  # fmt: skip
 
 

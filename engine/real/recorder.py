@@ -25,8 +25,8 @@ from engine.real.paced import Pace, Unpaced
 from engine.real.passed import Pass
 from engine.timeline import NONE, Span
 
-# Starting and stopping the profiler takes about 1 ms, so it runs over whole steps for at least this long. What a rank that
-# is killed did since is lost, its steps are not.
+# Starting and stopping the profiler takes about 1 ms, so it runs over whole steps for at least this long. What a rank
+# that is killed did since is lost, its steps are not.
 WINDOW = 1.0  # seconds
 ENCODER = json.JSONEncoder(separators=(",", ":"))
 CALLED = "lockstep::calls"  # the mark around collectives that were said to come

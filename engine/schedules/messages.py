@@ -168,7 +168,7 @@ def _message(
         axis="pp",
         peer=rank_of[other],
         bytes=size,
-        saved=size if keep and verb == "send" and PAYLOADS[way] == "activation" else 0,
+        remains=size if keep and verb == "send" and PAYLOADS[way] == "activation" else 0,
         asynchronous=verb == "send" and not waits,
     )
 

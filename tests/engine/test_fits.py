@@ -49,6 +49,6 @@ def test_over_a_step_as_much_is_held_at_most_as_the_peak_says_and_in_the_end_wha
         assert held.total.max() >= 0.99 * simulation.peak_memory[role]
         assert all((values >= 0).all() for values in held.bytes.values())
         loads = max((op.saved for op in program.ops if op.kind == "load"), default=0)
-        sent = sum(op.saved for op in program.ops if op.kind == "send")
-        assert held.total[-1] == sum(program.memory.values()) + loads + sent
+        remains = sum(op.remains for op in program.ops)
+        assert held.total[-1] == sum(program.memory.values()) + loads + remains
         assert (np.diff(held.seconds) > 0).all()

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from engine import schedules
 from engine.cost.memory import CATEGORIES, by_category, errors
 from engine.predict import predict
 from engine.spec import MODES, Spec
@@ -92,6 +93,43 @@ def test_the_more_stages_are_before_the_less_is_in_flight_and_gpipe_keeps_all():
     assert gpipe - ofob == (8 - 3) * 6 * 256 * 4
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"])
+def test_what_a_schedule_keeps_until_it_ends_comes_bit_by_bit(schedule):
+    """On the last stage's rank, gone through action by action: what each stage has in flight, and a microbatch's output
+    of 10 numbers for each forward of the last one."""
+    settings = {"devices": 2, "model": "mlp", "layers": 3, "global_batch": 48, "microbatches": 8, "schedule": schedule}
+    several = schedule not in ("gpipe", "1f1b")
+    settings |= {} if several else {"split": (2, 2)}
+    last = 4 if several else 2
+    place = schedules.placement(schedule, 2, 2 if several else 1)
+    rank = next(rank for rank, stages in enumerate(place) if last - 1 in stages)
+    outputs = dict.fromkeys(range(last), 256) | {last - 1: 10}
+    sends, layers = several, 4 // last  # of two layers in a stage, the inner one is kept too
+    kept = {stage: 4 * 6 * (outputs[stage] + 256 * (layers - 1)) for stage in range(last)}
+    here = most = 0
+    for action in schedules.order(schedule, 2, 8, 2 if several else 1)[rank]:
+        is_last, sent = action.stage == last - 1, 4 * 6 * outputs[action.stage]
+        own = kept[action.stage] - (sent if sends and not is_last else 0)  # then its message's handle keeps it
+        if action.kind == "forward":
+            here += own + (sent if is_last or (sends and action.stage + 1 not in place[rank]) else 0)
+            most = max(most, here)
+        elif action.kind in ("backward", "backward_weight"):
+            here -= own
+    local = sum(8 * 4 * 6 * 256 for stage in place[rank] if stage - 1 in place[rank])
+    batch = 48 * 8 + (48 * 784 * 4 if 0 in place[rank] else 0)
+    assert planned(mode="pipeline", **settings)[rank]["activations"] == most + local + batch
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv"])
+@pytest.mark.parametrize(
+    "more", [{"mode": "pipeline", "devices": 2}, {"mode": "hybrid", "devices": 4, "dp": 2, "pp": 2}]
+)
+def test_a_second_micro_step_keeps_no_more_than_the_first(schedule, more):
+    settings = more | {"model": "gpt", "schedule": schedule, "microbatches": 4}
+    once, twice = (planned(**settings, global_batch=16 * count, accumulate=count) for count in (1, 2))
+    assert [held["activations"] for held in once] == [held["activations"] for held in twice]
+
+
 # --- measured -------------------------------------------------------------------------------------------------------
 
 EXACT = ("parameters", "gradients", "optimizer")
@@ -110,7 +148,10 @@ CASES = {
     "layer_split-bf16": ("layer_split", 2, GPT | {"precision": "bf16"}),
     "pipeline": ("pipeline", 2, {"model": "cnn", "global_batch": 48}),
     "interleaved": ("pipeline", 2, MLP | {"layers": 7, "schedule": "interleaved_1f1b"}),
+    "interleaved-gpt": ("pipeline", 2, GPT | {"schedule": "interleaved_1f1b", "microbatches": 8}),
     "zbv": ("pipeline", 2, MLP | {"layers": 7, "schedule": "zbv"}),
+    "zbv-bf16": ("pipeline", 2, GPT | {"schedule": "zbv", "precision": "bf16"}),
+    "1f1b of tensor ranks": ("hybrid", 4, GPT | {"pp": 2, "tp": 2, "schedule": "1f1b", "microbatches": 8}),
     "tensor": ("tensor", 2, GPT),
     "tensor-bf16": ("tensor", 2, GPT | {"precision": "bf16"}),
     "sequence": ("sequence", 2, GPT | {"precision": "bf16"}),

@@ -60,7 +60,8 @@ def in_stages(
         def unrolled(row: Sequence[Action], passes=passes, apart=apart, **ends: Sequence[Op]) -> Sequence[Op]:
             if apart:
                 row = [action._replace(kind=_turned(action.kind, action.microbatch)) for action in row]
-            known = {"waits": spec.overlap is False, "keep": not spec.master_weights}
+            keep = not spec.master_weights and spec.schedule not in ONE_STAGE
+            known = {"waits": spec.overlap is False, "keep": keep}
             return messages.unrolled(row, passes, sizes, rank_of, **ends, **known)
 
         def ops(update: Sequence[Op], row=row, unrolled=unrolled, before=before, sums=sums) -> Sequence[Op]:
@@ -129,8 +130,12 @@ def _passes(
         return _gathering_messages(job, cut, stage, sent) if _scattered(job) > 1 else cut
 
     cut = units(sent=is_sent)
-    if is_sent and not job.spec.master_weights:  # its output is kept by who gets it (`beside`)
-        cut[-1] = replace(cut[-1], forward=_without(cut[-1].forward, sent))
+    if not job.spec.master_weights:
+        if not is_sent:  # PyTorch keeps the outputs of all microbatches
+            *ahead, last = cut[-1].forward
+            cut[-1] = replace(cut[-1], forward=(*ahead, replace(last, remains=sent)))
+        elif job.spec.schedule not in ONE_STAGE:  # its output is kept by who gets it (`beside`)
+            cut[-1] = replace(cut[-1], forward=_without(cut[-1].forward, sent))
     gathers = [[*gather(unit.layer, job, mesh)] for unit in cut]
     passes: Passes = {
         ("forward", stage): [op for unit in cut for op in unit.forward],

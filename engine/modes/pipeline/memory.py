@@ -1,9 +1,10 @@
 """The stages of a rank -> what PyTorch's pipelining keeps beside them the whole step long.
 
 Each activation and each gradient has a place to be received in, for every microbatch. What comes from a stage on the
-same rank is kept itself, and so are the outputs of a last stage. What was sent is held by the handle of its message: in
-schedules of several stages until the step ends (there a send keeps it, in the plan), in 1F1B that of the last warm-up
-forward but one.
+same rank is kept itself, in that place, until the next step's comes. The outputs of a last stage are there until its
+schedule ends, in the plan from the forward that makes them (`passes`). What was sent is held by the handle of its
+message: in schedules of several stages until the schedule ends (there a send keeps it, in the plan), in 1F1B that of
+the last warm-up forward but one.
 """
 
 from collections.abc import Sequence
@@ -22,9 +23,7 @@ def beside(job: Job, stages: Sequence[int], pipelines: list[range], ends: Sequen
     received = outputs = 0
     for pipeline in pipelines:
         for stage in set(stages) & set(pipeline):
-            if stage == pipeline[-1]:
-                outputs += sizes[stage]
-            elif stage + 1 not in stages:
+            if stage != pipeline[-1] and stage + 1 not in stages:
                 received += sizes[stage]
             if stage != pipeline[0] and stage - 1 in stages:
                 outputs += sizes[stage - 1]

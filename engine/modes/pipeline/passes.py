@@ -26,6 +26,8 @@ def forward_and_backward(job: Job, stage: int, *, is_last: bool, stays: bool = F
     layers, known = job.stages[stage], {"stage": stage, "spec": job.spec, "sent": not is_last}
     ahead = chain.forward(layers, samples_of(job), **known)
     back = chain.backward(layers, samples_of(job), **known, stays=stays)
+    if is_last and not job.spec.master_weights:  # PyTorch keeps the outputs of all microbatches
+        ahead[-1] = replace(ahead[-1], remains=layers[-1].output_bytes * samples_of(job))
     return (ahead, back) if recomputes(job) else ([chain.whole_stage(ahead)], [chain.whole_stage(back)])
 
 

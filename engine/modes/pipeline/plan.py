@@ -58,14 +58,17 @@ def in_microsteps(
     after: Sequence[Op] = (),
 ) -> Sequence[Op]:
     """The ops of a rank's row: where gradients are accumulated, `before` and the whole schedule once for each
-    micro-step, whose microbatches count on, and `after` them all what is done once."""
+    micro-step, whose microbatches count on, and `after` them all what is done once. What a schedule keeps until it ends
+    goes with its last op."""
     count, each = job.microsteps, job.spec.microbatches
     if count == 1:
         return unrolled(row, before=before, after=after)
     ops: list[Op] = []
     for k in range(count):
         begun = [replace(op, microbatch=k * each) for op in before]
-        ops += unrolled(later(row, k * each), before=begun, after=after if k == count - 1 else ())
+        ops += unrolled(later(row, k * each), before=begun)
+        ops[-1] = replace(ops[-1], remains=ops[-1].remains - sum(op.remains for op in ops))
+    ops += after
     return tuple(ops)
 
 
@@ -79,7 +82,7 @@ def later(row: Sequence[Action], microbatches: int) -> Sequence[Action]:
     ]
 
 
-def _one_stage(job: Job, stage: int, order: Row, before: Sequence[Op], after: Sequence[Op]) -> Ops:
+def _one_stage(job: Job, stage: int, order: Row, before: Sequence[Op] = (), after: Sequence[Op] = ()) -> Ops:
     """Where a rank has one stage, and its passes are whole: each pass with its messages, unrolled at once.
 
     Forward: receive an activation, compute, send one on. Backward: the same with gradients, the other way.
