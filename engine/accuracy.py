@@ -20,6 +20,7 @@ from engine.plan import COLLECTIVES, COMPUTE, KINDS, Mesh
 from engine.timeline import Timeline
 
 SMALL = 0.03  # of a step: a difference that needs no reason
+MANY = 0.1  # of the cores: other programs that keep so many busy are worth a word
 START_UP, CONTENTION, IMBALANCE, OPS, COPIES, BETWEEN = (
     "start_up", "contention", "imbalance", "ops", "copies", "between",
 )  # fmt: skip
@@ -52,6 +53,12 @@ def explain(reason: Mapping[str, Any], show: Callable[[float], str], sentences=R
     values = dict(reason["values"])
     values |= {"seconds": show(values["seconds"])} | ({"kind": kind(values["kind"])} if "kind" in values else {})
     return sentences[reason["code"]][not values["longer"]].format_map(values)
+
+
+def shared_with(found: Mapping[str, Any]) -> dict[str, Any] | None:
+    """How many of the cores other programs kept busy meanwhile (`other`, `cores`), where those were many."""
+    other = found.get("other_cores")  # runs of earlier days hold none
+    return {"other": f"{other:.1f}", "cores": found["cores"]} if other and other > MANY * found["cores"] else None
 
 
 def by_kind(timeline: Timeline) -> dict[str, float]:

@@ -37,6 +37,8 @@ from engine.predict import Prediction, predict
 from engine.spec import Spec
 from engine.timeline import NONE, Span, Timeline
 
+LONG_ENOUGH = 0.5  # seconds: a fiftieth of them is a tick of the kernel's clock, on each core
+
 Routed = tuple[dict[str, list[list[int]]], ...]  # see Job.routed
 
 
@@ -243,9 +245,24 @@ def _accuracy(
         ranks=job.processes,
         cores=num_cores(),
     )
+    found |= {"cores": num_cores(), "other_cores": other_cores(steps, steady)}
     paced = prediction.job.spec.paced
     source = calibration.find().source if on_cpu and paced is None else None
     return {"machine": paced or ("local" if on_cpu else job.spec.machine), "calibration": source, **found}
+
+
+def other_cores(steps: list[list[dict]], steady: range) -> float | None:
+    """How many cores other programs kept busy while these steps ran, in the mean: the time for which cores were busy,
+    without what the ranks used. None where the kernel does not tell, or where its clock's ticks are too coarse."""
+    if len(steady) < 2:
+        return None
+    first, last = ([rows[step] for rows in steps] for step in (steady[0], steady[-1]))
+    begin, end = (max(row["end"] for row in rows) for rows in (first, last))
+    known = [rows[0].get("busy") for rows in (first, last)]
+    if end - begin < LONG_ENOUGH or None in known:
+        return None
+    own = sum(after["cpu"] - before["cpu"] for before, after in zip(first, last, strict=True))
+    return max(0.0, known[1] - known[0] - own) / (end - begin)
 
 
 def _parity(folder: Path, job: Job, state: str, done: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import archive
-from engine.accuracy import explain
+from engine.accuracy import explain, shared_with
 from engine.analysis import words
 from engine.analysis.mfu import MFU_FORMULA
 from engine.analysis.shares import BUBBLE_FORMULA, BUBBLE_OVER_IDEAL_FORMULA, OVERLAP_FORMULA
@@ -275,7 +275,11 @@ def _accuracy(found: dict[str, Any] | None) -> list[tuple[str, str]]:
         error = "" if row["error"] is None else f": {100 * row['error']:+.0f} %"
         lines.append((f"  {row['kind']}", f"{seconds(row['measured'])} (predicted {seconds(row['predicted'])}{error})"))
     why = explain(found["reason"], seconds) if found["reason"] else "as predicted"
-    return [*lines, ("  the step", why)]
+    other = shared_with(found)
+    meanwhile = (
+        [("  meanwhile", "other programs kept {other} of {cores} cores busy".format_map(other))] if other else []
+    )
+    return [*lines, ("  the step", why), *meanwhile]
 
 
 def _resumed(values: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from engine import modes
 from engine.faults import parse_fault
 from engine.job import Job, prepare
 from engine.pictured import trained
-from engine.real import agree, checkpoint, faults, models
+from engine.real import agree, checkpoint, cores, faults, models
 from engine.real.clip import clip
 from engine.real.data import Batches
 from engine.real.evaluation import evaluate
@@ -130,7 +130,7 @@ def _one_step(job: Job, place: Place, training: Training, parity: Parity, step: 
     recorder = place.recorder
     faults.begin_step(fault, place, training, step)
     recorder.line_up(step)
-    waited = _waited()
+    waited = cores.waited()
     start = time.time_ns()
     recorder.begin_step(step)
     if faults.of_rank(fault, place.rank, step) == "slow":
@@ -154,7 +154,9 @@ def _one_step(job: Job, place: Place, training: Training, parity: Parity, step: 
         "samples": job.spec.global_batch,
         "memory": _peak_memory(place.device),
         "resident": _resident_now(),
-        "waited": None if waited is None else _waited() - waited,
+        "cpu": time.process_time(),
+        **({"busy": cores.busy()} if place.rank == 0 else {}),
+        "waited": None if waited is None else cores.waited() - waited,
         **_order(training),
         **({"routed": routed} if routed else {}),
     }
@@ -173,15 +175,6 @@ def _resident() -> int:
 def _resident_now() -> int:
     """Bytes of this process in memory: proc(5), second field of /proc/self/statm, in pages."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def _waited() -> float | None:
-    """Seconds for which this process's first thread was ready to run and had no core: second number of
-    /proc/self/schedstat (Linux, Documentation/scheduler/sched-stats.rst); None where there is none."""
-    try:
-        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError):
-        return None
 
 
 def _order(training: Training) -> dict:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine.accuracy import REASONS, accuracy, by_kind, explain, without_waiting
+from engine.accuracy import REASONS, accuracy, by_kind, explain, shared_with, without_waiting
+from engine.finish import other_cores
 from engine.plan import Mesh
+from engine.real import cores
 from engine.spec import Spec
 from engine.tables import seconds
 from engine.timeline import Span, Timeline
@@ -103,6 +105,47 @@ def test_compute_that_had_to_wait_for_a_core():
     assert "2 ranks on 2 cores" in explain(found["reason"], seconds)
     # Had it been predicted, it would be no reason.
     assert compare(timeline(slow), waited=3.5, predicted_waited=3.5)["reason"]["code"] == "ops"
+
+
+def lines(*steps: tuple[float, float, tuple[float, float]]) -> list[list[dict]]:
+    """(end, seconds that cores were busy, CPU seconds of each of two ranks) of each step -> each rank's lines."""
+    ranks = [[{"end": end, "cpu": cpu[rank]} for end, _, cpu in steps] for rank in (0, 1)]
+    for row, (_, busy, _) in zip(ranks[0], steps, strict=True):
+        row["busy"] = busy
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("last", "other"),
+    [
+        ((14.0, 108.0, (5.0, 5.0)), 0.0),  # in 4 s two ranks used 2 x 4 s, and cores were busy for 8 s
+        ((14.0, 108.0, (3.0, 3.0)), 1.0),  # of 8 s they used 4
+        ((14.0, 107.9, (5.0, 5.0)), 0.0),  # ticks are coarse: never less than none
+        ((10.4, 108.0, (5.0, 5.0)), None),  # too short to be told in ticks
+    ],
+)
+def test_cores_that_other_programs_kept_busy(last, other):
+    steps = lines((10.0, 100.0, (1.0, 1.0)), (12.0, 104.0, (2.0, 3.0)), last)
+    assert other_cores(steps, range(3)) == other
+    assert other_cores(steps, range(2, 3)) is None
+    found = {"other_cores": other, "cores": 2}
+    assert shared_with(found) == ({"other": "1.0", "cores": 2} if other else None)
+
+
+def test_where_the_kernel_does_not_tell_nothing_is_said(tmp_path):
+    steps = lines((10.0, None, (1.0, 1.0)), (14.0, None, (2.0, 3.0)))
+    assert other_cores(steps, range(2)) is None
+    assert shared_with({}) is None  # a run of earlier days
+    assert cores.busy(tmp_path / "none") is None
+
+
+def test_a_core_is_busy_when_it_is_not_idle_and_waits_for_no_disk(tmp_path, monkeypatch):
+    """proc(5): user nice system idle iowait irq softirq steal guest guest_nice, in ticks, on cores that it may use."""
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 100 20 30 9999 500 4 5 6 0 0\ncpu1 1 1 1 1 1 1 1 1 0 0\nintr 5\n")
+    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda pid: {0})
+    monkeypatch.setattr(cores.os, "sysconf", lambda name: 100)
+    assert cores.busy(stat) == (100 + 20 + 30 + 4 + 5 + 6) / 100
 
 
 def test_a_run_of_few_steps_that_begins_slowly():

@@ -111,6 +111,8 @@ def _say_why(result: Mapping[str, Any], shown: Shown, text: Catalogue) -> None:
     why, words = found["reason"], reasons(text.language)
     told = why and accuracy.explain(why, show_seconds, words, lambda kind: op_name(text, kind))
     st.caption(escape(text("accuracy.reason", reason=told) if told else text("accuracy.as_predicted")))
+    if other := accuracy.shared_with(found):
+        st.caption(f":material/warning: {text('accuracy.other', **other)}")
     if found["calibration"] == "shipped":
         show_calibration(text)
 
