@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DESCRIPTION = "checkpoint.json"
 # What makes it the same training: its model, its optimizer, and the order of its data. All else may change.
 KEPT = (
-    *("model", "layers", "hidden", "heads", "context", "experts", "top_k", "dataset", "data_dir"),
+    *("model", "layers", "hidden", "heads", "context", "experts", "top_k", "dataset", "masked", "data_dir"),
     *("optimizer", "seed", "global_batch"),
 )
 MAX_SUGGESTED = 3

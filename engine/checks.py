@@ -351,6 +351,8 @@ def check_fault(spec: Spec, fault: Fault, steps: int) -> None:
     if fault.kind in WITH_PEERS and processes == 1:
         good = [f"{kind}@{fault.rank}:{fault.step}" for kind in ("raise", "exit", "kill")]
         raise SpecError("fault_with_peers", "fault", spec.fault, suggest=good)
+    if fault.kind == "mean" and (spec.masked is None or replicas(spec) * degrees(spec).get("cp", 1) == 1):
+        raise SpecError("fault_of_targets", "fault", spec.fault)
 
 
 def check_compression(spec: Spec) -> Spec:

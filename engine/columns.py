@@ -87,6 +87,15 @@ def unroll(
     return Ops(templates, which, np.concatenate([outside[0], repeated, outside[1]]).astype(np.int64))
 
 
+def preceded(ops: Sequence[Op], before: Sequence[Op]) -> Sequence[Op]:
+    """A program's ops, after others."""
+    if not isinstance(ops, Ops):
+        return (*before, *ops)
+    first = Ops.of(before)
+    which = np.concatenate([first.which, ops.which + len(before)]).astype(np.int32)
+    return Ops((*before, *ops.templates), which, np.concatenate([first.microbatch, ops.microbatch]))
+
+
 def _with_microbatch(template: Op, microbatch: int) -> Op:
     wanted = None if microbatch == NONE else microbatch
     return template if template.microbatch == wanted else replace(template, microbatch=wanted)

@@ -15,6 +15,7 @@ KINDS = {
     "hang": "lives on and says nothing",
     "slow": "sleeps so many seconds in each step",
     "gradient": "has gradients that are 1.5 times too large",
+    "mean": "takes the mean of its loss over its own targets, of which some are masked, and not over those of all",
     "skip": "leaves its first layer out of the loss, so that this has no gradients",
     "alone": "calls a collective that the others do not call",
     "size": "gives a collective five numbers where the others give three",
@@ -25,8 +26,8 @@ KINDS = {
 }
 FAULTS = tuple(KINDS)
 AT_START = ("model", "shape", "weights", "order")
-LASTING = ("slow", "gradient")
-WITH_PEERS = ("skip", "alone", "size", "model", "shape", "weights")  # of one process alone they are no fault
+LASTING = ("slow", "gradient", "mean")
+WITH_PEERS = ("mean", "skip", "alone", "size", "model", "shape", "weights")  # of one process alone they are no fault
 
 
 @dataclass(frozen=True, slots=True)

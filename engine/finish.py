@@ -30,6 +30,7 @@ from engine.cost.calibration import num_cores
 from engine.cost.memory import CATEGORIES, METHOD, errors
 from engine.health import local_losses, memory_growth, repeated_orders
 from engine.job import Job, prepare
+from engine.masked import means
 from engine.modes import FIRST_STEADY_STEP
 from engine.paced import MINIATURE, TABLE
 from engine.pictured import trained
@@ -91,6 +92,7 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
         "conformance": conformance,
         "accuracy": _accuracy(job, prediction, whole, steps, steady),
         "expert_tokens": _expert_tokens(job, routed),
+        "targets": _targets(steps, done),
         "memory": _memory(folder, asked, prediction),
         "peak_memory": _peak_memory(job, steps),
         "memory_growth": _each_device(job, [memory_growth(rows) for rows in steps]),
@@ -176,6 +178,13 @@ def _expert_tokens(job: Job, routed: list[Routed | None]) -> dict[str, Any] | No
         "last": {name: counts.tolist() for name, counts in totals[-1].items()},
         "mean": {name: counts.tolist() for name, counts in mean.items()},
     }
+
+
+def _targets(steps: list[list[dict]], done: int) -> dict[str, Any] | None:
+    """Where targets are left out: of the last step how many each rank with a loss had, and its mean loss over them all
+    beside the mean of these ranks' means."""
+    last = [rows[done - 1] for rows in steps if done and "targets" in rows[done - 1]]
+    return means([row["target_loss"] for row in last], [row["targets"] for row in last]) if last else None
 
 
 def _conformance(

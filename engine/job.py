@@ -320,6 +320,8 @@ def _at_most(devices: int, spec: Spec) -> list[int]:
 
 
 def _check_applies(spec: Spec) -> None:
+    if spec.masked is not None and (reason := REASONS["masked"].get(spec.mode)):
+        raise SpecError("option_of_mode", "masked", spec.masked, mode=spec.mode, reason=reason)
     for settings, of in ((MODEL_DEFAULTS, spec.model), (MODE_SETTINGS, spec.mode)):
         also = AXES if settings is MODE_SETTINGS else ()
         for name in dict.fromkeys([*also, *(n for s in settings.values() for n in s)]):

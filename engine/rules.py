@@ -160,6 +160,8 @@ RULES = {
     "and for scale models (paced); it is {value}. Leave it out; the fault slow makes a rank of a real run wait in "
     "each step.",
     "fault_with_peers": "The fault {value} is one among several processes, and here there is one.",
+    "fault_of_targets": "The fault {value} is one among ranks with targets of their own (dp, fsdp, cp, ep), of which "
+    "some are masked (masked).",
     "no_run": "There is no run with the id {value}.",
     "not_recorded": "The run {value} has no timeline: it has not ended, or nothing was recorded.",
     "bad_traces": "Collectives cannot be read from these traces, one file a rank: {value}.",

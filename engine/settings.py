@@ -18,10 +18,12 @@ PLANNED_EXPERTS = ("shared_experts", "dense_layers", "dense_ffn")
 MODEL_DEFAULTS = {
     "cnn": {},
     "mlp": {"layers": 2, "hidden": 256},
-    "gpt": {"layers": 4, "hidden": 128, "heads": 4, "context": 64, **dict.fromkeys(PLANNED_SIZES)},
+    "gpt": {
+        "layers": 4, "hidden": 128, "heads": 4, "context": 64, "masked": None, **dict.fromkeys(PLANNED_SIZES),
+    },
     "moe": {
         "layers": 2, "hidden": 64, "heads": 4, "context": 64, "experts": 8, "top_k": 2,
-        **dict.fromkeys((*PLANNED_SIZES, *PLANNED_EXPERTS)),
+        "masked": None, **dict.fromkeys((*PLANNED_SIZES, *PLANNED_EXPERTS)),
     },
 }  # fmt: skip
 MODEL_DEFAULTS |= {name: MODEL_DEFAULTS[preset.family] | preset.sizes for name, preset in PRESETS.items()}
@@ -95,6 +97,7 @@ REASONS = {
         "context": "a layer would repeat its collectives, which are not planned",
         "expert": "a layer would repeat its collectives, which are not planned",
     },
+    "masked": {"local_sgd": "no gradients are reduced"},
     "sync_every_microstep": {
         "single": "one device has nobody to reduce gradients with",
         "local_sgd": "no gradients are reduced",
@@ -164,6 +167,8 @@ def planned_only(spec: Spec) -> str | None:
 
 def applies(setting: str, mode: str, model: str) -> bool:
     """Whether a setting means anything for this mode and model."""
+    if mode in REASONS.get(setting, ()):
+        return False
     if any(setting in settings for settings in MODEL_DEFAULTS.values()):
         return setting in MODEL_DEFAULTS[model]
     if setting in AXES or any(setting in settings for settings in MODE_SETTINGS.values()):

@@ -131,6 +131,9 @@ class Spec:
         None, "width inside of the MLP of blocks without experts (planned models)", low=1, high=1 << 22
     )
     dataset: str | None = _setting(None, "what to learn from", choices=DATASETS)
+    masked: float | None = _setting(
+        None, "part of a text that is no target, as prompts are not; of each another (gpt, moe)", low=0.01, high=0.95
+    )
     data_dir: str | None = _setting(None, "a folder with the real MNIST idx files, for the dataset digits")
     steps: int | None = _setting(None, "optimizer steps", low=1, high=1_000_000)
     epochs: int | None = _setting(None, "passes over the training data, instead of steps", low=1, high=10_000)

@@ -247,6 +247,7 @@ def result(values: dict[str, Any], run_dir: Path) -> str:
         *_batches(values),
         ("loss", f"{losses[0]:.4f} -> {losses[-1]:.4f}, the mean over the global batch" if losses else "-"),
         ("local loss, last step", each_rank([r[-1] for r in values.get("local_losses", []) if r], _loss)),
+        *_targets(values.get("targets")),
         *_orders(values.get("repeated_orders", [])),
         ("validation accuracy", percent(values["validation_accuracy"])),
         *([("validation", _evaluation(found[-1], len(found)))] if (found := values.get("evaluations")) else []),
@@ -264,6 +265,13 @@ def result(values: dict[str, Any], run_dir: Path) -> str:
     ]
     head = f"{values['mode']} on {values['devices']} {values['device_kind']} devices"
     return head + "\n" + rows(lines) + (f"\n{failure(values['error'])}" if values["error"] else "")
+
+
+def _targets(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if not found:
+        return []
+    over = f"{each_rank(found['counted'], str)}: a loss of {_loss(found['over_targets'])} over all of them"
+    return [("targets, last step", f"{over}; the mean of the ranks' own means is {_loss(found['over_ranks'])}")]
 
 
 def _accuracy(found: dict[str, Any] | None) -> list[tuple[str, str]]:

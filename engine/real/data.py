@@ -15,6 +15,7 @@ from torch.utils.data import DistributedSampler
 from engine import datasets
 from engine.faults import parse_fault
 from engine.job import Job
+from engine.masked import left_out
 from engine.real import faults
 from engine.real.models import dtype_of
 from engine.settings import TOKEN_MODELS
@@ -33,12 +34,15 @@ class Batches:
     Samples that do not fill a whole batch are left out of an epoch.
     """
 
+    per_sample: float | None = None  # in this step, see engine.real.targets
+
     def __init__(self, job: Job, replica: int, replicas: int, device: torch.device):
         spec = job.spec
         self.replica, self.replicas = replica, replicas
         kind = "token" if spec.model in TOKEN_MODELS else "image"
         data = datasets.load(spec.dataset, kind=kind, data_dir=spec.data_dir, context=spec.context, seed=spec.seed)
-        self.x, self.y = _given(data.train_x, spec), torch.from_numpy(data.train_y)
+        targets = data.train_y if spec.masked is None else left_out(data.train_y, spec.masked, spec.seed)
+        self.x, self.y = _given(data.train_x, spec), torch.from_numpy(targets)
         self.validation = _given(data.validation_x, spec), torch.from_numpy(data.validation_y)
         self.size, self.per_epoch, self.device = spec.global_batch // replicas, job.batches_per_epoch, device
         self.sampler = DistributedSampler(range(len(self.x)), replicas, replica, seed=spec.seed, drop_last=True)

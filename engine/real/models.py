@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine.job import Job
+from engine.masked import LEFT_OUT
 from engine.real.passed import Pass
 from engine.real.recorder import Recorder
 from engine.settings import TOKEN_MODELS
@@ -265,9 +266,9 @@ class Chain(nn.Sequential):
         if self.passed is not None:
             self.passed.gradient_of("input")
 
-    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def loss(self, output: torch.Tensor, target: torch.Tensor, per_sample: float | None) -> torch.Tensor:
         """The loss counts as the end of the last layer's forward."""
-        loss = loss_of(output, target)
+        loss = loss_of(output, target, per_sample)
         if self.passed is not None:
             self.passed.end_forward()
         return loss
@@ -312,9 +313,13 @@ def ends(
     return inputs if is_first else None, targets if is_last else None
 
 
-def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy in fp32: [N, classes] with [N], or [N, context, vocabulary] with [N, context] -> scalar."""
-    return F.cross_entropy(output.flatten(0, -2).float(), target.flatten())
+def loss_of(output: torch.Tensor, target: torch.Tensor, per_sample: float | None = None) -> torch.Tensor:
+    """Mean cross entropy in fp32: [N, classes] with [N], or [N, context, vocabulary] with [N, context] -> scalar.
+    `per_sample`: where targets are left out, how many a sample has on average, whether or not these samples have."""
+    if per_sample is None:
+        return F.cross_entropy(output.flatten(0, -2).float(), target.flatten())
+    total = F.cross_entropy(output.flatten(0, -2).float(), target.flatten(), ignore_index=LEFT_OUT, reduction="sum")
+    return total / (per_sample * len(target))
 
 
 def make_optimizer(job: Job, parameters) -> torch.optim.Optimizer:

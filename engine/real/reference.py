@@ -16,6 +16,7 @@ from engine.job import Job
 from engine.real import checkpoint, models
 from engine.real.data import Batches
 from engine.real.powersgd import PowerSGD
+from engine.real.targets import counted
 
 CPU = torch.device("cpu")
 # What makes a mode or an option come to other numbers than one device, in words for the result.
@@ -46,16 +47,19 @@ class Replica:
         self.trained = Trained([], [], [], {}, [])
         branches = self.left_out and replicas == 1  # each part of the batch goes the way of the rank that has it
         parts = range(job.replicas) if branches else [replica]
+        self.whole = None if job.spec.masked is None else Batches(job, 0, 1, CPU)
         self.parts = {rank: Batches(job, rank, len(parts) if branches else replicas, CPU) for rank in parts}
 
     def make_gradients(self, step: int) -> None:
         self.optimizer.zero_grad()
-        total = 0.0
+        total, per_sample = 0.0, None
+        if self.whole is not None:
+            per_sample = counted(self.whole(step)[1]).item() / self.whole.size
         with models.counting() as routed:
             for rank, batches in self.parts.items():
                 inputs, targets = batches(step)
                 self.model.left_out = self.left_out.get(rank, ())
-                loss = models.loss_of(self.model(inputs), targets) / len(self.parts)
+                loss = models.loss_of(self.model(inputs), targets, per_sample) / len(self.parts)
                 loss.backward()
                 total += loss.item()
         self.trained.routed.append(routed)

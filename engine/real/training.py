@@ -138,7 +138,7 @@ class LocalTraining:
         recorder = self.place.recorder
         with recorder.span("load", payload="batch", microbatch=recorder.microbatch):
             inputs, targets = self.batches(step, k, count)
-        loss = self.chain.loss(self.callee(inputs), targets) / count
+        loss = self.chain.loss(self.callee(inputs), targets, self.batches.per_sample) / count
         self.chain.backward(loss)
         return loss.item()
 

@@ -31,6 +31,7 @@ from engine.real.paced import Pace
 from engine.real.parity import Parity
 from engine.real.recompute import recompute
 from engine.real.recorder import Recorder
+from engine.real.targets import Targets
 from engine.real.training import Place, Training, mark_updates, update, whole
 from engine.settings import ONE_PROCESS_MODES
 from engine.spec import Spec
@@ -67,13 +68,13 @@ def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") 
             for chain in training.chains.values() if hasattr(training, "chains") else [training.chain]:
                 recompute(chain, job)
         mark_updates(training.optimizer, recorder)
-        parity = Parity(job, place, training)
+        parity, targets = Parity(job, place, training), Targets(job, place)
         with (folder / f"rank{rank}.steps.jsonl").open("a", encoding="utf-8") as steps:
             for step in range(job.steps):
                 if faults.of_rank(fault, rank, step) == "leave":
                     recorder.flush()
                     return training
-                line = _one_step(job, place, training, parity, step)
+                line = _one_step(job, place, training, parity, targets, step)
                 done = job.first_step + step + 1
                 if job.spec.evaluate_every is not None and done % job.spec.evaluate_every == 0:
                     recorder.doing = "evaluation"
@@ -125,7 +126,7 @@ def _leave(recorder: Recorder) -> None:
     os._exit(128 + signal.SIGTERM)
 
 
-def _one_step(job: Job, place: Place, training: Training, parity: Parity, step: int) -> dict:
+def _one_step(job: Job, place: Place, training: Training, parity: Parity, targets: Targets, step: int) -> dict:
     fault = parse_fault(job.spec.fault)
     recorder = place.recorder
     faults.begin_step(fault, place, training, step)
@@ -135,6 +136,8 @@ def _one_step(job: Job, place: Place, training: Training, parity: Parity, step: 
     recorder.begin_step(step)
     if faults.of_rank(fault, place.rank, step) == "slow":
         time.sleep(fault.seconds)
+    batches = getattr(training, "batches", None)
+    targets.count(batches, step, alone=faults.of_rank(fault, place.rank, step) == "mean")
     with models.counting() as routed:
         loss = training.make_gradients(step)
     _check_gradients(training)
@@ -158,6 +161,7 @@ def _one_step(job: Job, place: Place, training: Training, parity: Parity, step: 
         **({"busy": cores.busy()} if place.rank == 0 else {}),
         "waited": None if waited is None else cores.waited() - waited,
         **_order(training),
+        **targets.line(batches, loss),
         **({"routed": routed} if routed else {}),
     }
 

@@ -177,6 +177,8 @@ JOINED = [
     ({"fault": "raise@1:20"}, "bad_fault", "fault"),
     ({"fault": "model@1:2"}, "bad_fault", "fault"),
     ({"mode": "single", "devices": "1", "fault": "alone@0:1"}, "fault_with_peers", "fault"),
+    ({"fault": "mean@1:0", "model": "gpt"}, "fault_of_targets", "fault"),
+    ({"mode": "tensor", "model": "gpt", "masked": "0.5", "fault": "mean@1:0"}, "fault_of_targets", "fault"),
     ({"fault": "slow@12:3:0.5", "devices": "8"}, "bad_fault", "fault"),
     ({"model": "gpt", "context": "1000000"}, "no_data", "context"),
     ({"data-dir": "/nowhere/at/all"}, "no_data", "data_dir"),

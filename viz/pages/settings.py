@@ -39,6 +39,7 @@ ROWS = (
     ("leave_out",),
     ("find_unused",),
     ("model", "dataset"),
+    ("masked",),
     ("layers", "hidden"),
     ("heads", "context"),
     ("experts", "top_k"),

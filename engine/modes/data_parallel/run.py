@@ -61,7 +61,7 @@ class Threads:
         size = sum(o.nbytes for o in outputs)
         gathered = self._move("gather", "outputs", "activation", size, lambda: torch.cat([o.detach() for o in outputs]))
         with recorder.span("forward", stage=0, microbatch=max(recorder.microbatch, 0), part="loss"):
-            loss = models.loss_of(gathered.requires_grad_(), targets) / count
+            loss = models.loss_of(gathered.requires_grad_(), targets, self.batches.per_sample) / count
             loss.backward()
         gradients = self._move(
             "scatter", "output gradients", "gradient", size, lambda: _cut(gathered.grad, self.devices)

@@ -51,7 +51,7 @@ class LayerSplit:
             inputs = self._receive(self.inbound, "activation", self.stage - 1).detach().requires_grad_()
         output = self.chain(inputs)
         if self.is_last:
-            loss = self.chain.loss(output, targets) / count
+            loss = self.chain.loss(output, targets, self.batches.per_sample) / count
             self.chain.backward(loss)
             sent = None
         else:

@@ -86,7 +86,8 @@ class Pipeline:
         return self.job.stages[stage][-1].output
 
     def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        loss = models.loss_of(output, target) / (self.job.spec.microbatches * self.job.microsteps)
+        loss = models.loss_of(output, target, self.batches.per_sample)
+        loss = loss / (self.job.spec.microbatches * self.job.microsteps)
         self.last.end_forward()
         return loss
 
