@@ -7,7 +7,7 @@ import math
 from engine.plan import AXES
 from engine.presets import family
 from engine.rules import SpecError
-from engine.settings import AXIS_REASONS, MODE_SETTINGS, OPTIONS, REASONS
+from engine.settings import MODE_SETTINGS, REASONS
 from engine.spec import MAX_DEVICES, Spec
 
 FIRST_TO_GROW = ("fsdp", "dp", "tp", "pp")  # which axis is proposed for devices that no degree speaks for
@@ -45,7 +45,3 @@ def check_options(spec: Spec) -> None:
     if spec.model == "moe" and spec.recompute == "full":
         values = {"mode": spec.mode, "reason": REASONS["recompute"]["expert"]}
         raise SpecError("option_of_mode", "recompute", spec.recompute, **values)
-    for (axis, name), reason in AXIS_REASONS.items():
-        here = family(spec.model) == axis or getattr(spec, axis, 1) > 1
-        if here and getattr(spec, name) not in (None, OPTIONS[name][0]):
-            raise SpecError("option_of_mode", name, getattr(spec, name), mode=spec.mode, reason=reason)

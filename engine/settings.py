@@ -83,7 +83,7 @@ OPTIONS = {
     "find_unused": (False, ("ddp",)),
     "compress": ("none", ("ddp",)),
     "compress_rank": (None, ("ddp",)),  # of powersgd alone
-    "recompute": ("none", tuple(mode for mode in MODE_SETTINGS if mode not in ("data_parallel", "context", "expert"))),
+    "recompute": ("none", tuple(mode for mode in MODE_SETTINGS if mode not in ("data_parallel", "expert"))),
     "precision": ("fp32", tuple(MODE_SETTINGS)),
     "clip": (None, tuple(MODE_SETTINGS)),
 }
@@ -94,7 +94,6 @@ for _option, (_default, _modes) in OPTIONS.items():
 REASONS = {
     "recompute": {
         "data_parallel": "its replicas are made anew in every pass",
-        "context": "a layer would repeat its collectives, which are not planned",
         "expert": "a layer would repeat its collectives, which are not planned",
     },
     "masked": {"local_sgd": "no gradients are reduced"},
@@ -102,10 +101,6 @@ REASONS = {
         "single": "one device has nobody to reduce gradients with",
         "local_sgd": "no gradients are reduced",
     },
-}
-# Options that a mesh has not got where it has this axis of several coordinates, or this model.
-AXIS_REASONS = {
-    ("cp", "recompute"): REASONS["recompute"]["context"],
 }
 # Values that a model that runs does not take, and why.
 MODEL_REASONS = {

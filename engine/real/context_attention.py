@@ -10,6 +10,7 @@ Tensors are [N, heads, tokens, width]; keys and values that travel are stacked, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -131,23 +132,53 @@ def _scores(q: Tensor, k: Tensor, masked: bool) -> Tensor:
     return scores + torch.full_like(scores, -torch.inf).triu(1) if masked else scores
 
 
-class Ring(torch.autograd.Function):
+Attend = Callable[[Tensor, Tensor, Ranks], tuple[Tensor, Tensor]]  # queries, keys and values -> output, log-sum-exp
+KNOWN: dict[int, Ranks] = {}  # an op is given numbers, and no objects
+
+
+def as_op(attend: Attend) -> Attend:
+    """An attention as one op, whose result a selective recomputation keeps. What happens in it other code does not see:
+    products of its blocks are none of a layer's."""
+
+    def among(q: Tensor, kv: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+        return attend(q, kv, KNOWN[ranks])
+
+    op = torch.library.custom_op(f"lockstep::{attend.__name__}", among, mutates_args=())
+    return lambda q, kv, ranks: op(q, kv, id(KNOWN.setdefault(id(ranks), ranks)))
+
+
+@as_op
+def attend_in_turns(q: Tensor, own: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """In turn t a rank attends to the keys of the rank t places before it, while the next ones are on their way."""
+    kv, merged, turns = own, Merged(q), ranks.size
+    with ranks.recorder.exchanging():
+        hop = Hop(ranks, kv, "activation", "attention1")
+    for turn in range(turns):
+        merged.add(ranks, q, kv, (ranks.rank - turn) % turns)
+        with ranks.recorder.exchanging():
+            kv = hop.wait() if turn + 1 < turns else kv
+            hop = Hop(ranks, kv, "activation", f"attention{turn + 2}") if turn + 2 < turns else hop
+    return merged.output, merged.lse
+
+
+@as_op
+def attend_to_all(q: Tensor, kv: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    merged = Merged(q)
+    for other in range(ranks.size):
+        merged.add(ranks, q, kv[other], other)
+    return merged.output, merged.lse
+
+
+class Ring(torch.autograd.Function):
+    """Keys and values go round, in both directions of a pass."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, ranks: Ranks) -> Tensor:
         q, own = q.contiguous(), torch.stack([k, v])
-        kv, merged, turns = own, Merged(q), ranks.size
-        with ranks.recorder.exchanging():
-            hop = Hop(ranks, kv, "activation", "attention1")
-        for turn in range(turns):
-            merged.add(ranks, q, kv, (ranks.rank - turn) % turns)
-            with ranks.recorder.exchanging():
-                kv = hop.wait() if turn + 1 < turns else kv
-                hop = Hop(ranks, kv, "activation", f"attention{turn + 2}") if turn + 2 < turns else hop
-        ctx.save_for_backward(q, own, merged.output, merged.lse)
+        output, lse = attend_in_turns(q, own, ranks)
+        ctx.save_for_backward(q, own, output, lse)
         ctx.ranks = ranks
-        return merged.output
+        return output
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
@@ -178,13 +209,11 @@ class Gathered(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, ranks: Ranks) -> Tensor:
         q, own = q.contiguous(), torch.stack([k, v])
         kv = ranks.call("all_gather", own, (ranks.size * 2, *k.shape)).unflatten(0, (ranks.size, 2))
-        merged = Merged(q)
-        for other in range(ranks.size):
-            merged.add(ranks, q, kv[other], other)
+        output, lse = attend_to_all(q, kv, ranks)
         with ranks.recorder.exchanging():
-            ctx.save_for_backward(q, kv, merged.output, merged.lse)
+            ctx.save_for_backward(q, kv, output, lse)
         ctx.ranks = ranks
-        return merged.output
+        return output
 
     @staticmethod
     def backward(ctx, gradient: Tensor):

@@ -26,6 +26,8 @@ PRODUCTS = (
     "_scaled_dot_product_flash_attention_for_cpu.default", "_scaled_dot_product_flash_attention.default",
     "_scaled_dot_product_efficient_attention.default", "_scaled_dot_product_cudnn_attention.default",
 )  # fmt: skip
+# Of attention among ranks that share a sequence, what all its products come to.
+ATTENDED = ("lockstep.attend_in_turns.default", "lockstep.attend_to_all.default")
 # And sums over ranks, which the ranks would have to meet for again.
 SUMMED = ("_c10d_functional.all_reduce.default", "_c10d_functional.reduce_scatter_tensor.default")
 
@@ -83,6 +85,6 @@ def _kept_once_there() -> saved_tensors_hooks:
 
 
 def _policy(_, op, *args, **kwargs) -> CheckpointPolicy:
-    if str(op).removeprefix("aten.") in (*PRODUCTS, *SUMMED):
+    if str(op).removeprefix("aten.") in (*PRODUCTS, *ATTENDED, *SUMMED):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

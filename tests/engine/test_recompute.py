@@ -76,13 +76,34 @@ def test_a_full_recomputation_costs_a_third_more_on_a_pass_that_takes_one_and_it
     assert selective.makespan == pytest.approx(3.0)
 
 
+def test_what_is_computed_again_attends_again_and_selectively_only_to_what_it_gathers_for_it():
+    """Of a ring of two, one message each way: again, or the result is kept, which takes no message. What is gathered is
+    gathered again, but attention is a product of it, and kept."""
+    ring = ["recompute qkv", "send attention1", "recompute attention0", "recv attention1", "recompute attention1"]
+    gathered = ["recompute qkv", "all_gather attention"]
+    by_heads = ["recompute qkv", "all_to_all attention", "recompute attention", "all_to_all attention"]
+    expected = {
+        ("ring", "full"): [*ring, "recompute mlp"],
+        ("ring", "selective"): ["recompute qkv"],
+        ("all_gather", "full"): [*gathered, "recompute attention", "recompute mlp"],
+        ("all_gather", "selective"): [*gathered, "recompute attention", "recompute mlp"],
+        ("ulysses", "full"): [*by_heads, "recompute mlp"],
+        ("ulysses", "selective"): [*by_heads, "recompute mlp"],
+    }
+    for (attention, recompute), wanted in expected.items():
+        done = back_through_block2("context", recompute, attention=attention)
+        assert done[: len(wanted)] == wanted, attention
+        assert done[len(wanted)] == "backward mlp"
+        assert not any(word.startswith("recompute") for word in done[len(wanted) :])
+
+
 def words(op) -> str:
     return f"{op.kind} {op.part}".replace("block2.", "").strip()
 
 
-def back_through_block2(mode: str, recompute: str) -> list[str]:
+def back_through_block2(mode: str, recompute: str, **settings) -> list[str]:
     """What a rank does for the second block after the head's way back. Norms' gradients are summed in the end."""
-    ops = plan_of(mode, recompute).program(0).ops
+    ops = plan_of(mode, recompute, **settings).program(0).ops
     after = 1 + max(i for i, op in enumerate(ops) if op.kind == "backward" and op.part.startswith("head"))
     sums = ("all_reduce block2.norm1", "all_reduce block2.norm2")
     return [words(op) for op in ops[after:] if op.part.startswith("block2") and f"{op.kind} {op.part}" not in sums]
@@ -200,7 +221,7 @@ def test_a_layer_that_goes_back_in_halves_is_computed_again_once_and_to_the_bit(
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("mode", ["data_parallel", "context", "expert"])
+@pytest.mark.parametrize("mode", ["data_parallel", "expert"])
 def test_where_it_is_not_done_it_is_refused_with_the_reason(mode):
     with pytest.raises(SpecError) as error:
         plan_of(mode, "full", **{"model": "moe" if mode == "expert" else "gpt"})
@@ -285,6 +306,15 @@ PIPELINE = {"mode": "pipeline", "microbatches": 4}
         (2, PIPELINE | {"recompute": "full", "schedule": "gpipe"}),
         (2, {"mode": "single", "devices": 1, "recompute": "full"}),
         (2, {"mode": "layer_split", "recompute": "full"}),
+        (2, {"mode": "context", "recompute": "selective"}),
+        (2, {"mode": "context", "recompute": "selective", "attention": "all_gather"}),
+        (2, {"mode": "context", "recompute": "full", "attention": "all_gather", "bucket_mb": 0.05}),
+        (2, {"mode": "context", "recompute": "selective", "attention": "ulysses"}),
+        (3, {"mode": "context", "recompute": "full", "context": 24, "global_batch": 12}),
+        (4, {"mode": "hybrid", "recompute": "full", "cp": 2, "fsdp": 2}),
+        (4, {"mode": "hybrid", "recompute": "selective", "cp": 2, "fsdp": 2}),
+        (4, {"mode": "hybrid", "recompute": "full", "cp": 2, "tp": 2, "sequence_parallel": True}),
+        (4, {"mode": "hybrid", "recompute": "selective", "cp": 2, "tp": 2}),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )

@@ -13,20 +13,22 @@ A block of attention that is masked in part counts whole, as all of attention do
 whole is skipped, and stays as a piece without work.
 """
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 
 from engine.cost.kernels import of_part
 from engine.decoder import attention_of
 from engine.job import Job
 from engine.modes.context.deal import area, area_of_all
-from engine.modes.tensor.cuts import Cut
+from engine.modes.tensor.cuts import Cut, Way, names_in
 from engine.modes.tensor.pieces import decoder
 from engine.modes.tensor.shards import piece
 from engine.plan import Op
 from engine.shapes import Layer
 
 Hop = Callable[[str, Layer], Op]  # (payload, the piece that it is for) -> the message
+# What a rank has of a layer as it has of its tokens.
+SHARED = ("flops", "saved", "products", "last_flops", "copied", "logarithms", "beside")
 
 
 def own_tokens(job: Job) -> Job:
@@ -37,10 +39,10 @@ def own_tokens(job: Job) -> Job:
 
     def own(layer: Layer) -> Layer:
         output = (layer.output[0] // ranks, *layer.output[1:])
-        share = {name: getattr(layer, name) // ranks for name in ("flops", "saved", "copied", "logarithms", "beside")}
-        return dataclasses.replace(layer, output=output, kernels=of_part(layer.kernels, ranks), **share)
+        share = {name: getattr(layer, name) // ranks for name in SHARED}
+        return replace(layer, output=output, kernels=of_part(layer.kernels, ranks), **share)
 
-    return dataclasses.replace(job, layers=tuple(map(own, job.layers)), sample_bytes=job.sample_bytes // ranks)
+    return replace(job, layers=tuple(map(own, job.layers)), sample_bytes=job.sample_bytes // ranks)
 
 
 def forward(job: Job, layer: Layer, rank: int) -> Cut:
@@ -63,11 +65,22 @@ def attention(job: Job, layer: Layer, rank: int, *, back: bool) -> Cut:
     return ATTENTION[job.spec.attention][back](job, layer, rank)
 
 
+def ways(samples: int, rank: int) -> tuple[Way, Way]:
+    """Forward and backward through a layer of so many samples."""
+    return tuple(lambda job, layer, cut=cut: of_batch(cut(job, layer, rank), samples) for cut in (forward, backward))
+
+
+def of_batch(cut: Cut, samples: int) -> Cut:
+    """What travels over cp, for all samples."""
+    over_cp = [isinstance(item, Op) and item.axis == "cp" for item in cut]
+    return [replace(item, bytes=item.bytes * samples) if cp else item for item, cp in zip(cut, over_cp, strict=True)]
+
+
 def parts(job: Job, kind: str, name: str, rank: int) -> tuple[str, ...]:
     """Names of the pieces of layer `name` in a pass of this kind, for the recorder."""
-    (layer,) = [layer for layer in own_tokens(job).layers if layer.name == name]
-    cut = (forward if kind == "forward" else backward)(job, layer, rank)
-    return tuple(item.name for item in cut if isinstance(item, Layer))
+    own = own_tokens(job)
+    (layer,) = [layer for layer in own.layers if layer.name == name]
+    return names_in(own, layer, ways(1, rank), kind)
 
 
 def widths(job: Job) -> tuple[int, int]:
@@ -88,16 +101,17 @@ def _around(job: Job, layer: Layer) -> tuple[Layer, Layer]:
     c, h, sizes, (q, kv) = job.tokens, job.spec.hidden, decoder(job), widths(job)
     rest = layer.saved - sizes.norm_saved() - layer.item * c * (q + kv)  # but the first norm's, q, k and v
     copy = layer.item * c * q if job.spec.attention == "ulysses" else 0  # attention's output by heads, beside by tokens
+    made = layer.item * c * (q + kv)  # and kept if all products are
     first, last = sizes.around_attention()
     before = piece(
         layer, "qkv", "norm1", "qkv",
         flops=2 * c * h * (q + kv), saved=sizes.norm_saved() + layer.item * c * kept(job), output=(c, q + kv),
-        kernels=(*sizes.norm_kernels(), *first),
+        products=made, kernels=(*sizes.norm_kernels(), *first),
     )  # fmt: skip
     after = piece(
         layer, "mlp", "proj", "norm2", "gate", "up", "down",
         flops=2 * c * h * q + sizes.mlp_flops(), saved=rest + copy, output=(c, h),
-        copied=layer.copied, beside=layer.beside,
+        products=layer.products - made, last_flops=layer.last_flops, copied=layer.copied, beside=layer.beside,
         kernels=(
             *last, *sizes.sum_kernels(), *sizes.norm_kernels(), *sizes.mlp_kernels(), *sizes.sum_kernels(),
         ),

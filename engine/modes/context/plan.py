@@ -5,15 +5,14 @@ DDP's buckets go over the axis cp, and a bucket is full when the piece of a laye
 """
 
 import dataclasses
-from collections.abc import Callable
 
 from engine import chain
 from engine.job import Job
-from engine.modes.context.cuts import backward, forward, own_tokens
+from engine.modes.context.cuts import own_tokens, ways
 from engine.modes.context.deal import span
 from engine.modes.ddp import plan as ddp
 from engine.modes.ddp.buckets import buckets
-from engine.modes.tensor.cuts import Cut
+from engine.modes.tensor.cuts import Cut, units
 from engine.plan import Mesh, Op, Plan, Program
 from engine.shapes import Layer
 
@@ -29,16 +28,16 @@ def plan(job: Job, step: int) -> Plan:
     programs: dict[tuple[Op, ...], int] = {}
     roles = []
     for rank in range(ranks):
+        layers, cuts = own.layers, ways(samples, rank)
+        made = {name: each for layer in layers for name, each in _made(cuts[1](own, layer)).items()}
+        each = units(own, layers, samples, *cuts)
 
-        def passes(k: int, synced: bool, rank: int = rank) -> list[Op]:
-            ops = [] if k else [*control]
-            for layer in own.layers:
-                ops += ops_of(forward(job, layer, rank), chain.forward, samples)
-            for layer in reversed(own.layers):
-                for item in backward(job, layer, rank):
-                    ops += ops_of([item], chain.backward, samples)
-                    made = [f"{layer.name}.{name}" for name, _ in item.params] if isinstance(item, Layer) else []
-                    ops += [due[name] for name in reversed(made) if synced and name in due]
+        def passes(k: int, synced: bool, made: dict = made, each: list[chain.Unit] = each) -> list[Op]:
+            ops = [*([] if k else control), *(op for unit in each for op in unit.forward)]
+            for unit in reversed(each):
+                for op in unit.backward:
+                    of_piece = made.get(op.part, ()) if synced and op.kind == "backward" else ()
+                    ops += [op, *(due[name] for name in of_piece if name in due)]
             return ops
 
         where = span(rank, ranks, job.spec.context, job.spec.balance) if ranks > 1 else ""
@@ -46,15 +45,12 @@ def plan(job: Job, step: int) -> Plan:
         ops = [dataclasses.replace(op, part=where) if op.kind == "load" else op for op in steps]
         ops += [*chain.clip(job.layers, job.spec), chain.optimizer(job.layers, job.spec)]
         roles.append(programs.setdefault(tuple(ops), len(programs)))
-    layers = range(len(job.layers))
-    made = tuple(Program(ops, tuple(layers), replica.memory) for ops in programs)
-    return Plan(Mesh(("cp",), (ranks,)), made, tuple(roles), tuple(layer.name for layer in job.layers))
+    holds = tuple(range(len(job.layers)))
+    played = tuple(Program(ops, holds, replica.memory) for ops in programs)
+    return Plan(Mesh(("cp",), (ranks,)), played, tuple(roles), tuple(layer.name for layer in job.layers))
 
 
-def ops_of(cut: Cut, way: Callable[..., list[Op]], samples: int) -> list[Op]:
-    """A pass (chain.forward or chain.backward) of a batch through a layer that is cut."""
-    ops: list[Op] = []
-    for item in cut:
-        exchange = isinstance(item, Op)
-        ops += [dataclasses.replace(item, bytes=item.bytes * samples)] if exchange else way([item], samples)
-    return ops
+def _made(cut: Cut) -> dict[str, list[str]]:
+    """Piece of a way back -> the parameters whose gradients it makes, in order."""
+    pieces = [item for item in cut if isinstance(item, Layer)]
+    return {item.name: [f"{item.name.split('.')[0]}.{name}" for name, _ in reversed(item.params)] for item in pieces}

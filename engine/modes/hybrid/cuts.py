@@ -127,20 +127,13 @@ def ways(job: Job, samples: int, place: int) -> tuple[Way, Way]:
     if job.degree("cp") == 1:
         return both if job.degree("tp") > 1 else (_whole, _whole)
     if job.degree("tp") == 1:
-        both = tuple(lambda job, layer, cut=cut: cut(job, layer, place) for cut in (context.forward, context.backward))
-    else:
-        both = tuple(_between(way, place, back=way is cuts.backward) for way in both)
-    return tuple(lambda job, layer, way=way: _of_batch(way(job, layer), samples) for way in both)
+        return context.ways(samples, place)
+    between = (_between(way, place, back=way is cuts.backward) for way in both)
+    return tuple(lambda job, layer, way=way: context.of_batch(way(job, layer), samples) for way in between)
 
 
 def _whole(job: Job, layer: Layer) -> Cut:
     return [layer]
-
-
-def _of_batch(cut: Cut, samples: int) -> Cut:
-    """What travels over cp, for all samples."""
-    over_cp = [isinstance(item, Op) and item.axis == "cp" for item in cut]
-    return [replace(item, bytes=item.bytes * samples) if cp else item for item, cp in zip(cut, over_cp, strict=True)]
 
 
 def _between(way: Way, place: int, *, back: bool) -> Way:
@@ -167,6 +160,7 @@ def _around(job: Job, layer: Layer, pair: Layer) -> tuple[Layer, Layer]:
     of_all = layer.item * c * q  # the queries of all tokens here
     ends = of_all + FP32 * c * job.spec.heads // ranks
     copy = of_all if job.spec.attention == "ulysses" else 0  # attention's output by heads, beside that by tokens
+    made = layer.item * c * (q + kv)  # and kept if all products are
     first, last = sizes.around_attention(ranks)
     norm = [name for name in ("norm1",) if any(key.startswith(name) for key, _ in pair.params)]
     before = piece(
@@ -174,8 +168,9 @@ def _around(job: Job, layer: Layer, pair: Layer) -> tuple[Layer, Layer]:
         flops=2 * c * h * (q + kv),
         saved=pair.saved - ends - layer.item * c * (q + kv - context.kept(job)),
         output=(c, q + kv),
+        products=made,
         kernels=(*(sizes.norm_kernels() if norm else ()), *first),
     )  # fmt: skip
-    work = {"flops": 2 * c * h * q, "kernels": last}
+    work = {"flops": 2 * c * h * q, "products": pair.products - made, "kernels": last}
     after = piece(layer, "proj", "proj", saved=ends + copy, output=pair.output, **work)
     return before, after

@@ -14,6 +14,7 @@ Way = Callable[[Job, Layer], Cut]  # forward or backward through a layer
 Blocks = dict[tuple, chain.Unit]  # by what a block is apart from its name, and whether its output is sent on
 ALL_BUT_NAME = operator.attrgetter(*(field.name for field in dataclasses.fields(Layer) if field.name != "name"))
 SUMS = ("all_reduce", "reduce_scatter")  # their results are kept when recomputing selectively
+KEPT = (*SUMS, "send", "recv")  # and what attention makes of keys and values that go round
 
 
 def units(
@@ -89,10 +90,15 @@ def _again(job: Job, layer: Layer, cut: Cut, samples: int, stage: int | None, *,
         ops.append(dataclasses.replace(chain.whole_stage(parts), part=run[0].name, saved=saved))
     if ops:
         last = [item for item in cut if isinstance(item, Layer) and kept[item.name]][-1]
-        change = layer.output_bytes if job.spec.recompute == "selective" else -last.left
+        summed = layer.output_bytes if job.degree("tp") > 1 else 0  # kept beside what it is a sum of
+        change = summed if job.spec.recompute == "selective" else -last.left
         change += 0 if last.params and not sent else last.output_bytes  # what has no parameters goes back before
         ops[-1] = dataclasses.replace(ops[-1], saved=ops[-1].saved + change * samples)
-    return [dataclasses.replace(op, saved=max(0, op.saved)) for op in ops]
+    less = 0  # what goes with an op is gone before the next one's is there
+    for i, op in enumerate(ops):
+        ops[i] = dataclasses.replace(op, saved=max(0, op.saved + less))
+        less = min(0, op.saved + less)
+    return ops
 
 
 def kept_by(job: Job, layer: Layer, cut: Cut) -> dict[str, int]:
@@ -109,19 +115,26 @@ def kept_by(job: Job, layer: Layer, cut: Cut) -> dict[str, int]:
 
 def repeated(job: Job, layer: Layer, cut: Cut) -> list[list[Layer] | Op]:
     """What is done again of a layer's forward before it goes back, up to the last thing that backward needs: runs of
-    pieces, and the collectives between them. Selectively, sums over ranks are kept as products are, and only what ranks
-    gather is gathered again."""
+    pieces, and the collectives between them. Selectively, sums over ranks are kept as products are, and so is what they
+    came to by messages; only what ranks gather is gathered again."""
     if not chain.is_recomputed(layer, job.spec):
         return []
     kept = kept_by(job, layer, cut)
     ends = [i for i, item in enumerate(cut) if isinstance(item, Layer) and item.saved > kept[item.name]]
+    selective = job.spec.recompute == "selective"
     runs: list[list[Layer] | Op] = [[]]
+    goes_on, left_out = True, False  # the next piece with the run before; whether anything between pieces was
     for item in cut[: ends[-1] + 1]:
         if isinstance(item, Layer):
+            runs += [] if goes_on else [[]]
             runs[-1].append(item)
-        elif job.spec.recompute != "selective" or item.kind not in SUMS:
+            goes_on = left_out
+        elif selective and item.kind in KEPT:
+            goes_on = left_out = True
+        else:
             runs += [item, []]
-    return runs
+            goes_on = True
+    return [run for run in runs if run]
 
 
 def names_in(job: Job, layer: Layer, ways: tuple[Way, Way], kind: str) -> tuple[str, ...]:
