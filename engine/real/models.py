@@ -274,14 +274,20 @@ class Chain(nn.Sequential):
         return loss
 
     def backward(self, output: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
-        """Backward through the chain's last pass, from `output` (the loss, or what it sent on)."""
+        """Backward through the chain's last pass, from `output` (the loss, or what it sent on); of first layers of
+        which none is trained there is nothing to do."""
         if self.passed is None:
-            output.backward(gradient)
+            _go_back(output, gradient)
             return
         self.passed.begin_backward()
-        output.backward(gradient)
+        _go_back(output, gradient)
         self.passed.end_backward()
         self.passed = None
+
+
+def _go_back(output: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    if output.requires_grad:
+        output.backward(gradient)
 
 
 def build(job: Job) -> Chain:

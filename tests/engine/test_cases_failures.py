@@ -80,13 +80,22 @@ def test_ranks_in_different_collectives_are_told_with_what_each_of_them_is_in(wa
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("mode", ["ddp", "fsdp", "pipeline"])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "pipeline", "layer_split"])
 def test_parameters_outside_of_the_loss_are_named_on_the_rank_that_has_them(mode, failed):
     """pytorch#43259, mmdetection#2153: the peers of such a rank wait for gradients that never come."""
-    layer = {"pipeline": "fc2"}.get(mode, "fc1")  # the first layer that rank 1 holds
+    layer = {"pipeline": "fc2", "layer_split": "fc2"}.get(mode, "fc1")  # the first layer that rank 1 holds
     error = failed(mode=mode, devices=2, fault="skip@1:2")
     assert (error["rank"], error["step"]) == (1, 2)
     assert f"no gradient for {layer}.weight, {layer}.bias: on this rank" in error["message"]
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("settings", [{"mode": "layer_split"}, {"schedule": "1f1b"}, {"schedule": "gpipe"}], ids=str)
+def test_a_first_stage_that_is_not_trained_hangs_nobody(settings, failed):
+    """PiPPy PR#1029, pytorch#153484: "does not require grad". All of the step is computed, and then it is said."""
+    error = failed(**({"mode": "pipeline", "split": (1, 2)} | settings), devices=2, fault="skip@0:2")
+    assert (error["rank"], error["step"]) == (0, 2)
+    assert "no gradient for fc1.weight, fc1.bias: on this rank" in error["message"]
 
 
 @pytest.mark.real

@@ -114,10 +114,40 @@ def test_receives_that_block_early_make_a_step_longer(receives, longer, capsys):
     assert step_time > 117 if longer else step_time == 3 * (2 * 16 + 7) == 117
 
 
+@pytest.mark.parametrize("schedule", ["looped_bfs", "interleaved_zero_bubble", "zbv"])
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_stage_without_a_trained_parameter_leaves_the_others_their_gradients(frozen, schedule, tmp_path):
+    """PiPPy PR#1029, pytorch#153484, qlora-pipe#56. Two stages on one rank, in this process."""
+    torch = pytest.importorskip("torch")
+    import torch.distributed as dist
+
+    from engine.modes.pipeline import run
+    from engine.real.recorder import Recorder
+    from engine.real.training import Place
+
+    settings = {"model": "mlp", "layers": 3, "hidden": 8, "global_batch": 8, "microbatches": 4, "device": "cpu"}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        job = prepare(Spec(mode="pipeline", schedule=schedule, devices=1, **settings))
+        place = Place(0, 1, torch.device("cpu"), Recorder(tmp_path / "spans", 0, 0, enabled=False), tmp_path)
+        training = run.training(job, place)
+        training.make_gradients(0)
+        wanted = {name: p.grad.clone() for name, p in training.held().items()}
+        for parameter in training.chains[frozen].parameters():
+            parameter.requires_grad_(False)
+        training.make_gradients(0)
+        of_stage = {name for name, _ in training.chains[frozen].named_parameters()}
+        for name, parameter in training.held().items():
+            assert parameter.grad is None if name in of_stage else torch.equal(parameter.grad, wanted[name]), name
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("model", [model for model in MODELS if model not in PRESETS])
 def test_no_model_computes_with_chance_or_with_the_statistics_of_a_batch(model):
     """moco#41, torchgpipe#14, pytorch#168058: batch normalisation and dropout depend on how samples are shared out, and
-    with them no run could be compared with one device. Each sample's output is its own, and no buffer is kept."""
+    with them no run could be compared with one device; pytorch#22095: nor could one with buffers that forward changes
+    in place, which DDP broadcasts. Each sample's output is its own, and no buffer is kept."""
     torch = pytest.importorskip("torch")
     from engine.real import models
     from engine.real.data import Batches
