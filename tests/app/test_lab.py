@@ -203,6 +203,21 @@ def test_a_wrong_setting_is_explained_in_place_and_keeps_the_last_picture(lab: L
     assert app.button(key="run").disabled
 
 
+@pytest.mark.parametrize(
+    ("link", "instead"),
+    [
+        ("mode=fsdp&devices=3&model=mlp", "mode=fsdp&devices=3&model=mlp&global-batch=63"),
+        ("mode=pipeline&devices=4&model=mlp&microbatches=5", "mode=pipeline&devices=4&model=mlp&microbatches=2"),
+        ("mode=ddp&devices=4&nonsense=1", "mode=ddp&devices=4"),
+    ],
+)
+def test_of_a_link_that_does_not_work_the_nearest_that_does_is_shown(lab: Lab, link: str, instead: str):
+    """With the first value that the error itself suggests; nothing else is changed."""
+    app = lab(link)
+    assert app.error and app.warning and app.button(key="run").disabled
+    assert numbers(app) == numbers(lab(instead))
+
+
 def test_a_suggested_value_is_one_click_away(lab: Lab):
     app = lab("mode=pipeline&microbatches=5")
     labels = [button.label.replace("\\", "") for button in app.sidebar.button]

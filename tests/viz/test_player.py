@@ -12,12 +12,12 @@ from engine import modes
 from engine.cost.machine import machine
 from engine.job import prepare
 from engine.simulate import simulate
-from engine.spec import Spec
+from engine.spec import MODES, Spec
 from engine.timeline import Timeline
-from viz import export, player
+from viz import player
 from viz.figures.moving import moving_picture
 from viz.figures.picture import picture_info
-from viz.locales import text
+from viz.locales import LANGUAGES, text
 from viz.locales.engine import lesson
 
 ROOT = ".lockstep-player"
@@ -65,6 +65,14 @@ TEN_FRAMES = """(player) => {  // of 50 ms: how far the clock goes
   player.pause();
   window.requestAnimationFrame = requestAnimationFrame;
   return player.time;
+}"""
+
+
+CUT_OFF = """([root, titles]) => {  // which of these titles of steps do not fit into their boxes
+  const { rail, payload } = document.querySelector(root).player;
+  rail.build({ ...payload, lesson: titles.map((title) => ({ ...payload.lesson[0], title })) });
+  const cut = (n) => n.scrollWidth > n.clientWidth || n.scrollHeight > n.clientHeight + 1;
+  return [...document.querySelectorAll(".ls-name")].filter(cut).map((n) => n.innerText);
 }"""
 
 
@@ -354,6 +362,18 @@ class TestLesson:
         assert (state(page)[1], page.locator(".ls-step >> nth=4").get_attribute("aria-disabled")) == (0, "true")
         assert "not in this step" in page.locator(".ls-step >> nth=4").get_attribute("title")
 
+    @pytest.mark.parametrize("language", LANGUAGES)
+    def test_every_title_has_room_in_its_box_at_any_width(self, show, language):
+        """Of a word that is cut off a reader guesses the end; where boxes would be too narrow there are more
+        rows, and on a phone numbers alone."""
+        page = show(payload_of("ddp", 2, "h100", taught=True, language=language))
+        for wide in (1400, 1000, 910, 400):
+            page.set_viewport_size({"width": wide, "height": 900})
+            page.wait_for_function(f"Math.abs(document.querySelector('.ls-rail').clientWidth - {wide}) < 60")
+            for mode in MODES:
+                titles = [step.title for step in lesson(language, mode).steps]
+                assert page.evaluate(CUT_OFF, [ROOT, titles]) == [], (mode, wide)
+
     def test_a_picture_without_a_lesson_has_no_rail(self, show):
         assert show(payload_of()).locator(".ls-rail, .ls-said").all_text_contents() == ["", ""]
 
@@ -368,28 +388,3 @@ def test_a_page_holds_no_address_and_a_label_cannot_end_its_element():
     assert not re.search(r'(?:src|href)="', head.split("<script>")[0])
     data = re.search(r'id="payload">(.*?)</script>', page)[1]
     assert json.loads(data)["strings"][0] == "</script><b>"
-
-
-def test_export_writes_the_picture_of_a_spec(tmp_path):
-    spec, page = tmp_path / "spec.json", tmp_path / "page.html"
-    spec.write_text(json.dumps(Spec(mode="ddp", devices=3, global_batch=63, machine="h100").to_dict()))
-    assert export.main([str(spec), "--output", str(page), "--language", "zh"]) == 0
-    assert "<title>Lockstep：ddp，3 个设备</title>" in page.read_text(encoding="utf-8")
-
-
-def test_export_draws_what_a_run_measured(tmp_path):
-    job = prepare(Spec(mode="layer_split", devices=2))
-    (tmp_path / "spec.json").write_text(json.dumps(job.spec.to_dict()))
-    timeline = simulate(modes.plan(job), machine("unit")).timeline
-    timeline.save(tmp_path / "timeline.parquet")
-    page = Path(export.export(tmp_path, tmp_path / "page.html")).read_text(encoding="utf-8")
-    payload = json.loads(re.search(r'id="payload">(.*?)</script>', page)[1])
-    assert payload["end"] * payload["unit"][0] == pytest.approx(timeline.makespan)
-    assert not any(payload["spans"]["veiled"])
-
-
-@pytest.mark.parametrize(("source", "status"), [("missing.json", 2), ("spec.json", 1)])
-def test_export_says_in_one_line_what_is_wrong(tmp_path, capsys, source, status):
-    (tmp_path / "spec.json").write_text(json.dumps({"mode": "ddp"}))
-    assert export.main([str(tmp_path / source), "--output", str(tmp_path / "no" / "page.html")]) == status
-    assert capsys.readouterr().err.count("\n") == 1

@@ -11,7 +11,7 @@ from engine.predict import Prediction, predict
 from engine.rules import SpecError, closest
 from engine.spec import Spec
 from viz.locales import LANGUAGES
-from viz.pages.state import Asked, param
+from viz.pages.state import FIELDS, Asked, param, write
 
 
 class Shown(NamedTuple):
@@ -43,13 +43,18 @@ def predict_asked(asked: Asked) -> Shown:
 
 
 def _last_good(asked: Asked, wrong: SpecError) -> Shown:
-    """The last settings that worked in this session; else those of the link without the wrong ones."""
+    """The last settings that worked in this session; else those of the link, of wrong ones the first that is suggested
+    instead; else without these."""
     settings = st.session_state.get("last_good")
     if settings is not None:
         return predicted(_key(settings))
-    settings = dict(asked.settings)
+    settings, mended = dict(asked.settings), set()
     while True:
-        if settings.pop(param(wrong.setting), None) is None:
+        name = param(wrong.setting)
+        if wrong.setting in FIELDS and wrong.suggest and name not in mended:
+            settings[name] = write(wrong.suggest[0])
+            mended.add(name)
+        elif settings.pop(name, None) is None:
             settings.clear()
         try:
             return predicted(_key(settings))

@@ -373,6 +373,7 @@ class Player {
     document.removeEventListener("keydown", this.onKey, true);
     this.dark.removeEventListener("change", this.onTheme);
     this.resize.disconnect();
+    this.rail.resize.disconnect();
     if (window.Plotly) Plotly.purge(this.figure_);
     this.root.remove();
   }

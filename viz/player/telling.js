@@ -2,13 +2,20 @@
 // who does what. Read before player.js.
 
 const DWELL = 1.1; // seconds that playing stays at each step which happened before the clock begins
-const MOST = 6; // steps that stand in one row
+const MOST = 6; // steps that stand in one row, at most
 const [NOT_EARLIER, HELD, BATCH] = [0, 1, 2]; // what a step that happened earlier is seen in
+
+const hasRoom = (chip) => {
+  const { scrollWidth, clientWidth, scrollHeight, clientHeight } = chip.querySelector(".ls-name");
+  return scrollWidth <= clientWidth && scrollHeight <= clientHeight + 1;
+};
 
 class Rail {
   constructor(player, list, line) {
     Object.assign(this, { player, list, line, chosen: -1, since: 0, shown: -1, intro: [], lesson: [] });
     list.onpointerleave = () => this.show(-1);
+    this.resize = new ResizeObserver(() => list.clientWidth !== this.width && this.arrange());
+    this.resize.observe(list);
   }
 
   // A new payload: a button a step, in a grid that no state changes the size of.
@@ -17,7 +24,6 @@ class Rail {
     this.list.ariaLabel = text.lesson;
     if (this.lesson.length !== lesson.length) this.chosen = this.shown = -1;
     if (lesson.map((step) => step.title).join() !== this.lesson.map((step) => step.title).join()) {
-      this.list.style.setProperty("--ls-steps", lesson.length <= MOST ? lesson.length : Math.ceil(lesson.length / 2));
       this.list.innerHTML = lesson.map((_, i) => `<li><button type="button" class="ls-step"><span class="ls-no">${i + 1}</span><span class="ls-name"></span></button></li>`).join("");
       this.chips = [...this.list.querySelectorAll("button")];
     }
@@ -34,6 +40,17 @@ class Rail {
       chip.onfocus = () => this.show(chip.matches(":focus-visible") ? i : -1);
       chip.onblur = () => this.show(-1);
     });
+    this.arrange();
+  }
+
+  // In as few rows as leave room for every title.
+  arrange() {
+    const count = this.lesson.length;
+    this.width = this.list.clientWidth;
+    for (let rows = Math.ceil(count / MOST); this.width && rows <= count; rows++) {
+      this.list.style.setProperty("--ls-steps", Math.ceil(count / rows));
+      if (this.chips.every(hasRoom)) return;
+    }
   }
 
   // Its moments are shown on the timeline while a step has the pointer or the keyboard.
