@@ -37,6 +37,7 @@ def parser() -> Parser:
         if name == "validate":
             sub.add_argument("file", help="measurements as JSON: entries with what was run and its metrics")
             sub.add_argument("--rows", action="store_true", help="list every row: measured, predicted, or why not used")
+            sub.add_argument("--save", help="a file to keep the report and its rows in, for the page of the app")
         if name in ("show", "export"):
             sub.add_argument("run_id", help="a run's id, or 'last'")
         if name == "show":
@@ -69,7 +70,7 @@ def _check_words(words: list[str]) -> None:
     """A misspelt option is answered with the ones most like it, which argparse does not do."""
     known = {"--" + f.name.replace("_", "-") for f in dataclasses.fields(Spec)}
     known |= {"--json", "--spec", "--runs-dir", "--format", "--output", "--plan", "--language", "--help"}
-    known |= {"--samples", "--batch", "--wrong", "--rows", "--quick"}
+    known |= {"--samples", "--batch", "--wrong", "--rows", "--quick", "--save"}
     for word in words:
         name = word.partition("=")[0]
         if name.startswith("--") and len(name) > 2 and name not in known:

@@ -10,6 +10,7 @@ import platform
 import signal
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from engine.launch import LauncherError, open_handle, start
 from engine.rules import SpecError
 from engine.spec import MODES, WANTED, Spec
 from engine.timeline import Timeline
+from engine.validate import kept
 
 LANGUAGES = ("en", "zh")
 MAX_DEALT = 100_000  # samples that `deal` lists
@@ -123,11 +125,27 @@ def _whole(setting: str, text: str, low: int = 1, high: int = MAX_DEALT) -> int:
 
 def validate(arguments: argparse.Namespace) -> int:
     """Predict published measurements, and show how far off that is, set by set"""
-    found = engine.validate.report.of_file(
-        arguments.file, rows=arguments.rows, tell=engine.validate.tables.tell if sys.stderr.isatty() else None
-    )
+    tell = engine.validate.tables.tell if sys.stderr.isatty() else None
+    found = engine.validate.report.of_file(arguments.file, rows=arguments.rows or bool(arguments.save), tell=tell)
+    if arguments.save:
+        _save(found, arguments)
     print(json.dumps(found, allow_nan=False)) if arguments.json else print(engine.validate.tables.report(found))
     return 0
+
+
+def _save(found: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """The report for the page; and whole on the way out only where it was asked for."""
+    file, save = (
+        path.name if (path := Path(given)).is_absolute() else given for given in (arguments.file, arguments.save)
+    )
+    command = f"python -m engine validate {file} --save {save}"
+    try:
+        kept.write(found, Path(arguments.file), Path(arguments.save), command, time.strftime("%Y-%m-%d", time.gmtime()))
+    except OSError as error:
+        raise SpecError("no_file", "save", f"{arguments.save}: {error}") from None
+    if not arguments.rows:
+        for name in ("rows", "calls", "rows_not_used"):
+            del found[name]
 
 
 def list_runs(arguments: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ timeline look alike.
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 from engine.plan import COMPUTE
@@ -53,6 +54,16 @@ WAITS = {
     "end": Look("#EEF1F4", DARK),
 }
 
+# GPUs by generation, in the order in which they came. Shapes are Plotly's.
+GENERATIONS = {
+    "volta": Look("#8A949E", DARK, "", "x"),
+    "ampere": Look("#0072B2", LIGHT, "", "circle"),
+    "hopper": Look("#E69F00", DARK, "", "diamond"),
+    "blackwell": Look("#009E73", DARK, "", "square"),
+    "others": Look("#CC79A7", DARK, "", "triangle-up"),
+}
+OF_GENERATION = {"v": "volta", "a": "ampere", "h": "hopper", "b": "blackwell", "gb": "blackwell"}
+
 SAME = {"load": "batch"}  # loading looks like what it loads
 
 # Layers of the model, by the stage that holds them: soft, so that a glow is seen on top. Used in turn.
@@ -74,6 +85,11 @@ def look_of(kind: str, payload: str = "") -> str:
     """The name in LOOKS of an op: its kind when it computes, what it moves when it communicates."""
     name = SAME.get(kind, kind) if kind in COMPUTE else payload
     return name if name in LOOKS else "other"
+
+
+def generation(device: str) -> str:
+    """The name in GENERATIONS of a device of the catalogue, by the letters that its name begins with."""
+    return OF_GENERATION.get(re.match("[a-z]*", device).group(), "others")
 
 
 def stage_colour(stage: int) -> str:

@@ -78,10 +78,12 @@ def phrase(language: str, text: str) -> str:
     if language == DEFAULT:
         return text
     words = _words(language)
+    if text in words["phrases"]:
+        return words["phrases"][text]
     for english, translated in words["beginnings"].items():
         if text.startswith(english):
             return translated.format(rest=text.removeprefix(english))
-    return words["phrases"].get(text, text)
+    return text
 
 
 @functools.cache
