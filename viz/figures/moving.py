@@ -10,7 +10,7 @@ from typing import Any
 from viz import theme
 from viz.figures import words
 from viz.figures.moments import Told
-from viz.figures.picture import PictureInfo, caption, digits_of, look_of, place_of
+from viz.figures.picture import PictureInfo, caption, digits_of, look_of, place_of, said
 from viz.figures.places import Box, segment
 from viz.figures.rows import Bar
 from viz.figures.still import gauge, still_layout, still_traces
@@ -135,7 +135,7 @@ def _spans(info: PictureInfo, text: words.Text, looks: dict[str, int], strings: 
         "veiled": [int(bar.behind or info.view == "predicted") for bar in bars],
         "front": [0 if bar.behind else 1 if bar.computes else 2 for bar in bars],
         "cell": [_cell(info, bar) for bar in bars],
-        "words": [strings[words.describe(text, bar.span, numbered=info.numbered)] for bar in bars],
+        "words": [strings[said(info, text, bar)] for bar in bars],
         "label": [strings["\t".join(words.labels(text, bar.span, numbered=info.numbered))] for bar in bars],
         "place": [strings[place_of(info, text, bar)] for bar in bars],
         "size": [strings[words.show_bytes(bar.span.bytes) if bar.span.bytes > 0 else ""] for bar in bars],

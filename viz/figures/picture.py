@@ -23,6 +23,7 @@ from viz.figures.flights import Flight, flights, shortest_flight
 from viz.figures.moments import Told, told
 from viz.figures.places import Places, places
 from viz.figures.rows import Bar, Rows, from_start, rows
+from viz.figures.thinned import fewer_flights, thinned
 
 VIEWS = ("predicted", "measured", "both")
 SECONDS = (8.0, 12.0)  # that a step takes to play: with few ops, with many
@@ -95,11 +96,12 @@ def picture_info(
     for span in front:
         ends[span.step] = max(ends.get(span.step, 0.0), span.end)
     lines = rows(ranks, front, behind)
+    bars = thinned(lines.bars, end)
     return PictureInfo(
         view=view,
         places=where,
-        rows=lines,
-        flights=flights(front, plan.mesh, end),
+        rows=lines._replace(bars=bars),
+        flights=fewer_flights(flights(front, plan.mesh, end), end),
         end=end,
         unit=words.unit_of(end),
         stops=_apart([span.start for span in front] + [end], end),
@@ -152,3 +154,9 @@ def place_of(info: PictureInfo, text: words.Text, bar: Bar) -> str:
     stages = (bar.span.stage,) if bar.span.stage >= 0 else ()
     source = text("figure.predicted") if bar.behind else text("figure.measured")
     return words.rank_and_stage(text, bar.span.rank, stages) + (f" · {source}" if info.view == "both" else "")
+
+
+def said(info: PictureInfo, text: words.Text, bar: Bar) -> str:
+    """What a bar is; of one that stands for several ops, how many."""
+    told = words.describe(text, bar.span, numbered=info.numbered)
+    return told if bar.count == 1 else f"{told} · {text('figure.ops', count=f'{bar.count:,}')}"

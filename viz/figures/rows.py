@@ -20,13 +20,15 @@ CROWDED = ((4, 1.0), (8, 0.85), (16, 0.6))  # up to so many ranks, how high ever
 
 
 class Bar(NamedTuple):
-    """One span in its lane. `behind`: of the timeline that is drawn beneath, `row`: index of its rank's row."""
+    """One span in its lane. `behind`: of the timeline that is drawn beneath, `row`: index of its rank's row; `count`:
+    how many ops it stands for, where there are more than can be drawn."""
 
     span: Span
     row: int
     y0: float
     y1: float
     behind: bool
+    count: int = 1
 
     @property
     def computes(self) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from viz import theme
 from viz.figures import words
 from viz.figures.critical import outline
-from viz.figures.picture import PictureInfo, digits_of, look_of, place_of
+from viz.figures.picture import PictureInfo, digits_of, look_of, place_of, said
 from viz.figures.places import WIDTH, Box, Cell, Places, segment
 from viz.figures.rows import Bar
 
@@ -235,7 +235,7 @@ def _bar_texts(info: PictureInfo, text: words.Text) -> dict[str, Any]:
 
 def hover_lines(info: PictureInfo, text: words.Text, bar: Bar) -> list[str]:
     span = bar.span
-    lines = [f"<b>{words.describe(text, span, numbered=info.numbered)}</b>", place_of(info, text, bar)]
+    lines = [f"<b>{said(info, text, bar)}</b>", place_of(info, text, bar)]
     lines += [words.show_bytes(span.bytes)] if span.bytes > 0 else []
     return [
         *lines,
