@@ -1,12 +1,14 @@
 """A prediction -> whether it fits into its machine's memory; and if not which rank lacks how much, and what would fit.
 
-What would make it fit is tried, not guessed: every change of settings below, alone and then two at a time, is planned
-anew, and those whose fullest rank fits are simulated. Changes that cost least come first.
+What would make it fit is tried, not guessed: every change of settings below is planned anew, and those whose fullest
+rank fits are simulated. Where none does, the one that leaves the fullest rank least is kept, and another sought
+beside it.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +21,7 @@ from engine.rules import SpecError
 from engine.settings import DATA_MODES, MODE_SETTINGS, degree
 from engine.spec import Spec
 
-TRIED = 40  # plans at most
+TOGETHER = 4  # changes at most
 FOUND = 4  # that fit, and are simulated
 
 Change = dict[str, Any]
@@ -47,34 +49,40 @@ def fits(prediction: Prediction, *, suggest: bool = True) -> dict[str, Any]:
 def would_fit(spec: Spec, capacity: int) -> list[dict[str, Any]]:
     """The nearest settings that fit, the fastest first: what is changed, bytes of the fullest rank, seconds of a step.
     Empty where none of those tried does."""
-    spec, found, tried = spec.with_(paced=None, dilation=None), [], 0
-    for change in _changes(spec):
-        if len(found) >= FOUND or tried >= TRIED:
+    spec, kept = spec.with_(paced=None, dilation=None), {}
+    found: list[tuple[Change, Spec, int]] = []
+    for _ in range(TOGETHER):
+        least, best = math.inf, None
+        for change in _changes(spec.with_(**kept)):
+            try:
+                changed = spec.with_(**kept | change)
+                peak = _fullest(changed)
+            except SpecError:
+                continue  # a combination that does not work is none to suggest
+            if peak <= capacity:
+                found.append((kept | change, changed, peak))
+            if peak < least:
+                least, best = peak, change
+        if found or best is None:
             break
-        try:
-            changed = spec.with_(**change)
-            job = prepare(changed)
-            plan = modes.plan(job, modes.FIRST_STEADY_STEP)
-        except SpecError:
-            continue  # a combination that does not work is none to suggest
-        tried += 1
-        peak = max(sum(memory_of(program)[0].values()) for program in plan.programs)
-        if peak <= capacity:
-            found.append((change, changed, peak))
+        kept |= best
     out = []
-    for change, changed, peak in found:
+    for change, changed, peak in found[:FOUND]:
         shown = {name: value for name, value in change.items() if value is not None}
         out.append({"settings": shown, "peak_memory": peak, "step_time": predict(changed).step_time})
     return sorted(out, key=lambda one: one["step_time"])
 
 
+def _fullest(spec: Spec) -> int:
+    """Bytes at most on any rank."""
+    plan = modes.plan(prepare(spec), modes.FIRST_STEADY_STEP)
+    return max(sum(memory_of(program)[0].values()) for program in plan.programs)
+
+
 def _changes(spec: Spec) -> Iterator[Change]:
-    """One change, then two; what a change of degrees decides anew is left open."""
-    single = [*_of_options(spec), *_of_layout(spec)]
-    yield from single
-    for one, other in itertools.combinations(single, 2):
-        if not one.keys() & other.keys():
-            yield one | other
+    """Each by itself, those that cost least first; what a change of degrees decides anew is left open."""
+    yield from _of_options(spec)
+    yield from _of_layout(spec)
 
 
 def _of_options(spec: Spec) -> Iterator[Change]:

@@ -26,6 +26,23 @@ def test_a_model_that_does_not_fit_is_told_which_rank_lacks_how_much_and_what_wo
         assert fits(again)["fits"]
 
 
+def test_where_no_change_is_enough_another_is_sought_beside_the_best():
+    """65 thousand tokens on each of 8 GPUs: no sharding, no recomputation and no accumulation is enough by itself."""
+    spec = LARGE.with_(global_batch=64)
+    would = fits(predict(spec))["would_fit"]
+    assert would and all(len(one["settings"]) > 1 for one in would)
+    for one in would:
+        assert fits(predict(spec.with_(**one["settings"])))["fits"]
+        for name, value in one["settings"].items():  # each of them is needed
+            if name in ("accumulate", "recompute"):
+                with_all_but_it = {key: v for key, v in one["settings"].items() if key != name}
+                assert not fits(predict(spec.with_(**with_all_but_it)), suggest=False)["fits"], (name, value)
+
+
+def test_what_fits_in_no_way_that_was_tried_is_said_to():
+    assert fits(predict(LARGE.with_(model="gpt3_175b", layers=960, devices=2, global_batch=2)))["would_fit"] == []
+
+
 def test_nothing_is_claimed_where_the_memory_of_a_device_is_not_known():
     found = fits(predict(Spec(machine="unit", mode="pipeline")))
     assert found["fits"] is None
