@@ -40,7 +40,7 @@ def test_where_no_change_is_enough_another_is_sought_beside_the_best():
 
 
 def test_what_fits_in_no_way_that_was_tried_is_said_to():
-    assert fits(predict(LARGE.with_(model="gpt3_175b", layers=960, devices=2, global_batch=2)))["would_fit"] == []
+    assert fits(predict(LARGE.with_(mode="tensor", model="gpt3_175b", devices=2)))["would_fit"] == []
 
 
 def test_nothing_is_claimed_where_the_memory_of_a_device_is_not_known():
