@@ -83,7 +83,7 @@ OPTIONS = {
     "find_unused": (False, ("ddp",)),
     "compress": ("none", ("ddp",)),
     "compress_rank": (None, ("ddp",)),  # of powersgd alone
-    "recompute": ("none", tuple(mode for mode in MODE_SETTINGS if mode not in ("data_parallel", "expert"))),
+    "recompute": ("none", tuple(mode for mode in MODE_SETTINGS if mode != "expert")),
     "precision": ("fp32", tuple(MODE_SETTINGS)),
     "clip": (None, tuple(MODE_SETTINGS)),
 }
@@ -93,7 +93,6 @@ for _option, (_default, _modes) in OPTIONS.items():
 # Why a mode has not got an option that one might look for there.
 REASONS = {
     "recompute": {
-        "data_parallel": "its replicas are made anew in every pass",
         "expert": "a layer would repeat its collectives, which are not planned",
     },
     "masked": {"local_sgd": "no gradients are reduced"},

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,10 +143,12 @@ class InTurn:
         training.pool = self
         self.replicas, self.ledger = training.replicas, ledger
         self.kept: list[int] = []  # activations of each device
-        for replica in self.replicas:
+        self.again = [0] * len(self.replicas)  # and what is computed again beside them, on its way back
+        for device, replica in enumerate(self.replicas):
             ledger.mark(replica.parameters(), OUTSIDE)
             replica.register_forward_pre_hook(self._begin)
             replica.register_forward_hook(self._end)
+            replica.backward = partial(self._back, device, replica.backward)
 
     map = staticmethod(map)
 
@@ -155,15 +158,23 @@ class InTurn:
     def _end(self, *_) -> None:
         self.kept[-1] += self.ledger.now("activations")
 
+    def _back(self, device: int, backward: Callable[..., None], *ends: torch.Tensor) -> None:
+        """What others keep stays as it is meanwhile. The first device's is counted with all that is its own."""
+        held, at_first = self.ledger.held, self.ledger.now("activations")
+        before, held["activations"] = held["activations"], 0
+        backward(*ends)
+        self.again[device] = max(self.again[device], held["activations"] - at_first)
+        held["activations"] = before if device else max(before, held["activations"])
+
     def held(self) -> list[dict[str, int]]:
         """The first device has the optimizer, and all activations that are not another's. In every micro-step each of
         them goes forward, in turn."""
         devices, most = [], [max(self.kept[i :: len(self.replicas)]) for i in range(len(self.replicas))]
-        for replica, kept in zip(self.replicas, most, strict=True):
+        for replica, kept, again in zip(self.replicas, most, self.again, strict=True):
             parameters = [*replica.parameters()]
             sizes = {"parameters": parameters, "gradients": [parameter.grad for parameter in parameters]}
             of_device = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in sizes.items()}
-            devices.append(dict.fromkeys(CATEGORIES, 0) | of_device | {"activations": kept})
+            devices.append(dict.fromkeys(CATEGORIES, 0) | of_device | {"activations": kept + again})
         devices[0] |= {name: self.ledger.held[name] for name in ("optimizer", "buffers")}
         devices[0]["activations"] = self.ledger.held["activations"] - sum(most[1:])
         return devices

@@ -6,7 +6,7 @@ gradients once. It goes around a layer's forward, inside of its hooks: what FSDP
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -37,7 +37,7 @@ def recompute(chain: Chain, job: Job) -> None:
     layers = {layer.name: layer for layer in job.layers}
     for name, module in chain.named_children():
         if is_recomputed(layers[name], job.spec):
-            module.forward = _again(chain, name, module, selective=job.spec.recompute == "selective")
+            module.__class__ = _again(chain, name, type(module), selective=job.spec.recompute == "selective")
 
 
 class Again:
@@ -47,27 +47,30 @@ class Again:
     done: ClassVar[int] = 0
 
 
-def _again(chain: Chain, name: str, module: nn.Module, *, selective: bool) -> Callable:
-    forward = module.forward
+def _again(chain: Chain, name: str, kind: type[nn.Module], *, selective: bool) -> type[nn.Module]:
+    """The class of a module -> that of one that is computed again, as are its copies (nn.DataParallel makes some)."""
     contexts = {"context_fn": lambda: create_selective_checkpoint_contexts(_policy)} if selective else {}
 
-    def marked(x: torch.Tensor) -> torch.Tensor:
+    def marked(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled():
-            return forward(x)
+            return kind.forward(self, x)
         if not in_backward():
             with _kept_once_there():
-                return forward(x)
+                return kind.forward(self, x)
         passed, Again.going_on = chain.passed, True
         if passed is not None:
             passed.begin_recompute(name, SUMS if selective else ())
         try:
-            return forward(x)
+            return kind.forward(self, x)
         finally:  # it is broken off by an exception once all that is needed is there
             if passed is not None:
                 passed.end_recompute(name)
             Again.going_on, Again.done = False, Again.done + 1
 
-    return lambda x: checkpoint(marked, x, use_reentrant=False, **contexts)
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(partial(marked, self), x, use_reentrant=False, **contexts)
+
+    return type(kind.__name__, (kind,), {"forward": forward})
 
 
 def _kept_once_there() -> saved_tensors_hooks:

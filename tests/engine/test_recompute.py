@@ -16,7 +16,7 @@ from engine.spec import Spec
 from tests.engine.proof import finished, holds
 
 TEXT = {"model": "gpt", "layers": 2, "hidden": 32, "heads": 2, "context": 16, "global_batch": 16}
-MODES = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "layer_split")
+MODES = ("single", "data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "layer_split")
 
 
 def plan_of(mode: str, recompute: str, **settings):
@@ -221,7 +221,31 @@ def test_a_layer_that_goes_back_in_halves_is_computed_again_once_and_to_the_bit(
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("mode", ["data_parallel", "expert"])
+def test_a_copy_of_a_module_is_computed_again_as_itself():
+    """As nn.DataParallel makes them, with other tensors for their parameters."""
+    torch = pytest.importorskip("torch")
+    from engine.real import models
+    from engine.real.recompute import Again
+    from engine.real.recompute import recompute as change
+
+    job = prepare(Spec(mode="single", devices=1, model="cnn", recompute="full", global_batch=4))
+    plain, chain = models.build(job), models.build(job)
+    change(chain, job)
+    copy = chain.conv2._replicate_for_data_parallel()
+    copy._parameters = {name: (2 * p.detach()).requires_grad_() for name, p in chain.conv2.named_parameters()}
+    with torch.no_grad():
+        for parameter in plain.conv2.parameters():
+            parameter.mul_(2)
+    x, before = torch.randn(2, 20, 12, 12), Again.done
+    for module in (copy, plain.conv2):
+        module(x).square().sum().backward()
+    assert Again.done == before + 1
+    for name, parameter in plain.conv2.named_parameters():
+        assert torch.equal(copy._parameters[name].grad, parameter.grad)
+    assert all(parameter.grad is None for parameter in chain.parameters())
+
+
+@pytest.mark.parametrize("mode", ["expert"])
 def test_where_it_is_not_done_it_is_refused_with_the_reason(mode):
     with pytest.raises(SpecError) as error:
         plan_of(mode, "full", **{"model": "moe" if mode == "expert" else "gpt"})
@@ -306,6 +330,8 @@ PIPELINE = {"mode": "pipeline", "microbatches": 4}
         (2, PIPELINE | {"recompute": "full", "schedule": "gpipe"}),
         (2, {"mode": "single", "devices": 1, "recompute": "full"}),
         (2, {"mode": "layer_split", "recompute": "full"}),
+        (2, {"mode": "data_parallel", "recompute": "full"}),
+        (3, {"mode": "data_parallel", "recompute": "selective", "global_batch": 12, "accumulate": 2}),
         (2, {"mode": "context", "recompute": "selective"}),
         (2, {"mode": "context", "recompute": "selective", "attention": "all_gather"}),
         (2, {"mode": "context", "recompute": "full", "attention": "all_gather", "bucket_mb": 0.05}),
@@ -351,11 +377,11 @@ def test_stages_that_go_back_in_halves_keep_what_was_computed_again_until_the_se
     result = finished(spec, launcher, runs_dir, measure_memory=True)
     holds(result)
     plan = modes.plan(prepare(spec))
-    loss = 16 * 96 * 4 * 4 // settings.get("fsdp", 1)  # of a microbatch
+    loss = 16 * 144 * 4 * 4 // settings.get("fsdp", 1)  # of a microbatch: as many logits as the text has characters
     for rank, (planned, real) in enumerate(zip(*(result["memory"][k] for k in ("planned", "measured")), strict=True)):
         over = planned["activations"] - real["activations"]
         if len(plan.layers) - 1 in plan.program(rank).holds:
-            assert abs(over) <= 3 * loss
+            assert abs(over) <= 2 * loss
         else:
             assert abs(over) <= 0.001 * real["activations"]
 

@@ -9,9 +9,12 @@ from engine.plan import Mesh, Op, Plan, Program
 
 def plan(job: Job, step: int) -> Plan:
     devices = job.spec.devices
-    part = {"inputs": _inputs(job) // devices}
+    part = {"inputs": _inputs(job) // devices, "outputs": job.layers[-1].output_bytes * job.micro_batch}
     holds = tuple(range(len(job.layers)))
-    first = Program(_ops(job, master=True), holds, chain.standing_memory(job.layers, job.spec) | part)
+    # Of all outputs device 0 keeps the logarithms and, gathered, themselves.
+    gathered = (job.layers[-1].output_bytes + job.layers[-1].logarithms) * job.micro_batch * devices
+    standing = chain.standing_memory(job.layers, job.spec) | part | {"outputs": part["outputs"] + gathered}
+    first = Program(_ops(job, master=True), holds, standing)
     weights = sum(layer.param_bytes for layer in job.layers)
     replica = Program(_ops(job, master=False), holds, {"parameters": weights, "gradients": weights} | part)
     programs = (first, replica) if devices > 1 else (first,)
@@ -37,16 +40,15 @@ def _passes(job: Job, *, master: bool) -> list[Op]:
     ops = []
     if job.spec.devices > 1:
         ops += [_move("scatter", "inputs", "batch", inputs), _move("broadcast", "replicate", "weights", weights)]
-    ops += chain.forward(job.layers, job.micro_batch, sent=True)
+    *ahead, last = chain.forward(job.layers, job.micro_batch, sent=True, spec=job.spec)
+    ops += [*ahead, replace(last, saved=last.saved - job.layers[-1].output_bytes * job.micro_batch)]  # kept for all
     if job.spec.devices > 1:
         ops.append(_move("gather", "outputs", "activation", outputs))
     if master:
-        # Of the outputs it keeps the logarithms and, gathered, themselves.
-        kept = outputs + job.layers[-1].logarithms * job.spec.global_batch // job.microsteps
-        ops.append(Op(kind="forward", stage=0, microbatch=0, part="loss", bytes=outputs, saved=kept))
+        ops.append(Op(kind="forward", stage=0, microbatch=0, part="loss", bytes=outputs))
     if job.spec.devices > 1:
         ops.append(_move("scatter", "output gradients", "gradient", outputs))
-    ops += chain.backward(job.layers, job.micro_batch)
+    ops += chain.backward(job.layers, job.micro_batch, sent=True, spec=job.spec)
     if job.spec.devices > 1:
         ops.append(_move("reduce", "gradients", "gradient", weights))
     return ops

@@ -41,6 +41,7 @@ class Threads:
             replica.recorder, replica.rank = place.recorder, device
         self.optimizer = models.make_optimizer(job, master.parameters())
         self.batches = Batches(job, 0, 1, place.device)
+        self.chains = dict(enumerate(self.replicas))
         self.pool = ThreadPoolExecutor(self.devices)
 
     def make_gradients(self, step: int) -> float:
