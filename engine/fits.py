@@ -42,13 +42,13 @@ def fits(prediction: Prediction, *, suggest: bool = True) -> dict[str, Any]:
     sizes = zip(peaks, simulation.graph.num_ranks, strict=True)
     found["over"] = peaks[fullest] - capacity
     found["ranks_over"] = int(sum(number for peak, number in sizes if peak > capacity))
-    found["would_fit"] = would_fit(prediction.job.spec, capacity) if suggest else []
+    found["would_fit"] = would_fit(prediction.job.spec, capacity, prediction.dilation or 1.0) if suggest else []
     return found
 
 
-def would_fit(spec: Spec, capacity: int) -> list[dict[str, Any]]:
-    """The nearest settings that fit, the fastest first: what is changed, bytes of the fullest rank, seconds of a step.
-    Empty where none of those tried does."""
+def would_fit(spec: Spec, capacity: int, dilation: float = 1.0) -> list[dict[str, Any]]:
+    """The nearest settings that fit, the fastest first: what is changed (null: left open), bytes of the fullest rank,
+    seconds of a step, those of a scale model `dilation` times as long. Empty where none of those tried does."""
     spec, kept = spec.with_(paced=None, dilation=None), {}
     found: list[tuple[Change, Spec, int]] = []
     for _ in range(TOGETHER):
@@ -68,8 +68,7 @@ def would_fit(spec: Spec, capacity: int) -> list[dict[str, Any]]:
         kept |= best
     out = []
     for change, changed, peak in found[:FOUND]:
-        shown = {name: value for name, value in change.items() if value is not None}
-        out.append({"settings": shown, "peak_memory": peak, "step_time": predict(changed).step_time})
+        out.append({"settings": change, "peak_memory": peak, "step_time": dilation * predict(changed).step_time})
     return sorted(out, key=lambda one: one["step_time"])
 
 

@@ -108,7 +108,8 @@ def _fits(found: dict[str, Any] | None) -> list[tuple[str, str]]:
     why = f"no: rank {found['rank']} needs {peak}, {over} more than the {capacity} there are, most for"
     lines = [("fits", f"{why} {found['category']}{more}")]
     for one in found["would_fit"]:
-        words = " ".join(f"--{name.replace('_', '-')} {_word(value)}" for name, value in one["settings"].items())
+        given = {name: value for name, value in one["settings"].items() if value is not None}
+        words = " ".join(f"--{name.replace('_', '-')} {_word(value)}" for name, value in given.items())
         lines.append(("  would fit", f"{words}: {size(one['peak_memory'])}, a step in {seconds(one['step_time'])}"))
     return lines if found["would_fit"] else [*lines, ("  would fit", "none of the settings that were tried")]
 

@@ -39,6 +39,15 @@ def test_where_no_change_is_enough_another_is_sought_beside_the_best():
                 assert not fits(predict(spec.with_(**with_all_but_it)), suggest=False)["fits"], (name, value)
 
 
+def test_of_a_scale_model_steps_are_as_long_as_those_that_it_shows():
+    spec = Spec(mode="pipeline", devices=4, model="llama3_8b", microbatches=8, machine="h100", paced="h100")
+    prediction = predict(spec)
+    for one in (found := fits(prediction)["would_fit"]):
+        pictured = predict(spec.with_(paced=None, **one["settings"])).step_time
+        assert one["step_time"] == pytest.approx(prediction.dilation * pictured)
+    assert found
+
+
 def test_what_fits_in_no_way_that_was_tried_is_said_to():
     assert fits(predict(LARGE.with_(mode="tensor", model="gpt3_175b", devices=2)))["would_fit"] == []
 

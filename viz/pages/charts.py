@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import streamlit as st
@@ -10,6 +11,7 @@ import streamlit as st
 from engine import accuracy
 from engine.cost import calibration
 from engine.modes import FIRST_STEADY_STEP
+from engine.spec import Spec
 from engine.timeline import Timeline
 from viz import player
 from viz.figures.compare import accuracy_info, compare_info, plot_compare
@@ -22,6 +24,7 @@ from viz.locales import Catalogue
 from viz.locales.engine import explain, reasons
 from viz.pages.prediction import Shown
 from viz.pages.settings import escape
+from viz.pages.state import Asked, act, param, write
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -63,13 +66,18 @@ def show_fit(shown: Shown, text: Catalogue) -> None:
         return
     sizes = {name: show_bytes(found[name]) for name in ("peak", "over", "capacity")}
     category = text(f"figure.memory.{found['category']}")
-    lines = [text("fits.no", rank=found["rank"], ranks=found["ranks_over"], category=category, **sizes)]
-    lines.append(text("fits.try" if found["would_fit"] else "fits.none"))
-    for one in found["would_fit"]:
-        settings = ", ".join(f"`{name.replace('_', '-')} {value}`" for name, value in one["settings"].items())
+    told = text("fits.no", rank=found["rank"], ranks=found["ranks_over"], category=category, **sizes)
+    st.info(f"{told}\n\n{text('fits.try' if found['would_fit'] else 'fits.none')}", icon=":material/memory:")
+    for i, one in enumerate(found["would_fit"]):
+        given = {name: write(value) for name, value in one["settings"].items() if value is not None}
+        settings = ", ".join(f"`{param(name)} {value}`" for name, value in given.items())
         seconds, peak = show_seconds(one["step_time"]), show_bytes(one["peak_memory"])
-        lines.append("- " + text("fits.one", settings=settings, peak=peak, time=seconds))
-    st.info("\n".join([lines[0], "", *lines[1:2], "", *lines[2:]]), icon=":material/memory:")
+        label = text("fits.one", settings=settings, peak=peak, time=seconds)
+        st.button(label, key=f"fit-{i}", on_click=act(partial(_take, one["settings"])), type="tertiary")
+
+
+def _take(settings: Mapping[str, Any], asked: Asked) -> None:
+    asked.set_all(Spec.from_params(asked.settings).with_(**settings))
 
 
 def _show(title: str, figure: go.Figure, key: str) -> None:
