@@ -104,9 +104,9 @@ class Timeline:
         A rank that is done early loads its next batch while others still compute. That is no part of the next step's
         time, so what lies before its begin is cut off; what lies there whole keeps its place with no length.
         """
-        steps, index = np.unique(self["step"], return_inverse=True)
-        if len(steps) < 2:
+        if not len(self) or (self["step"] == self["step"][0]).all():
             return self
+        steps, index = np.unique(self["step"], return_inverse=True)
         ended = np.full(len(steps), -np.inf)
         np.maximum.at(ended, index, self["end"])
         before = np.where(np.diff(steps, prepend=steps[0] - 2) == 1, np.roll(ended, 1), -np.inf)[index]

@@ -104,7 +104,8 @@ class Ran:
         """The node before this one in its lane (a mesh axis, or a direction of a link); -1: none."""
         lanes = self.graph.lanes
         numbers = {lane: i for i, lane in enumerate(dict.fromkeys(lanes))}
-        lane = np.array([numbers[each] for each in lanes], dtype=np.int64)[self.graph.which]
+        short = np.int16 if len(numbers) < 2**15 else np.int64  # short numbers are sorted digit by digit
+        lane = np.array([numbers[each] for each in lanes], dtype=short)[self.graph.which]
         order = np.argsort(lane, kind="stable")
         ahead = np.full(len(lane), NO_NODE)
         same = lane[order][1:] == lane[order][:-1]

@@ -178,10 +178,13 @@ def _checked(timeline: Timeline, since: int) -> Timeline:
 
 def _steps(timeline: Timeline) -> tuple[list[int], np.ndarray, np.ndarray, np.ndarray]:
     """(the steps, which of them each span is in, when each of them starts, when it ends)"""
-    steps, step = np.unique(timeline["step"], return_inverse=True)
+    start, end, step = timeline["start"], timeline["end"], timeline["step"]
+    if len(step) and (step == step[0]).all():
+        return [int(step[0])], np.zeros(len(step), dtype=np.int64), start.min(keepdims=True), end.max(keepdims=True)
+    steps, step = np.unique(step, return_inverse=True)
     first, last = np.full(len(steps), np.inf), np.full(len(steps), -np.inf)
-    np.minimum.at(first, step, timeline["start"])
-    np.maximum.at(last, step, timeline["end"])
+    np.minimum.at(first, step, start)
+    np.maximum.at(last, step, end)
     return steps.tolist(), step, first, last
 
 

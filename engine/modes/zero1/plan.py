@@ -20,6 +20,8 @@ def plan(job: Job, step: int) -> Plan:
     broadcasts = tuple(_broadcast(rank, each) for rank, each in enumerate(owned))
     programs: dict[tuple[str, ...], Program] = {}
     for each in owned:
+        if each.params in programs:  # of many ranks most own nothing, and are alike
+            continue
         mine = [_only(layer, each) for layer in job.layers]
         ops = (*program.ops[:-1], chain.optimizer(mine, job.spec), *broadcasts)
         memory = program.memory | {"optimizer": chain.standing_memory(mine, job.spec)["optimizer"]}
@@ -27,7 +29,7 @@ def plan(job: Job, step: int) -> Plan:
             own.param_bytes / whole.param_bytes if whole.param_bytes else 0.0
             for own, whole in zip(mine, job.layers, strict=True)
         )
-        programs.setdefault(each.params, Program(ops, program.holds, memory, updates=updates))
+        programs[each.params] = Program(ops, program.holds, memory, updates=updates)
     index = {params: i for i, params in enumerate(programs)}
     roles = tuple(index[each.params] for each in owned)
     return dataclasses.replace(replicated, programs=tuple(programs.values()), roles=roles)
