@@ -174,7 +174,7 @@ def _waits(ops: Ops, by_lane: Sequence[np.ndarray], base: int) -> dict[int, list
         return {}
     waiting = _places(np.array([names[name] for name in awaits], dtype=np.int16)[ops.which], len(names))
     of_part = np.array([names.get(op.part or None, 0) for op in ops.templates])
-    found = [np.empty((2, 0), dtype=np.int64)]  # of each lane, who waits, and for whom
+    waiters, needs = [], []  # of each lane, who waits, and for whom
     for nodes in by_lane:
         issued = nodes[issues[ops.which[nodes]]]
         if not len(issued):
@@ -184,13 +184,18 @@ def _waits(ops: Ops, by_lane: Sequence[np.ndarray], base: int) -> dict[int, list
             queue = issued[of_part[ops.which[issued]] == i] if name else issued
             if name is not None and len(queue):
                 place = np.searchsorted(queue, waiting[i])
-                pairs.append(np.stack([waiting[i][place > 0], queue[place[place > 0] - 1]]))
+                some = place > 0
+                pairs.append((waiting[i][some], queue[place[some] - 1]))
         if pairs:
-            pairs = np.concatenate(pairs, axis=1)
-            pairs = pairs[:, np.argsort(pairs[0])]
-            known = np.append(NO_NODE, np.maximum.accumulate(pairs[1]))[:-1]
-            found.append(pairs[:, pairs[1] > known])
-    node, need = np.concatenate(found, axis=1)
+            waiter, need = map(np.concatenate, zip(*pairs, strict=True))
+            order = np.argsort(waiter)
+            waiter, need = waiter[order], need[order]
+            known = np.append(NO_NODE, np.maximum.accumulate(need))[:-1]
+            waiters.append(waiter[need > known])
+            needs.append(need[need > known])
+    if not waiters:
+        return {}
+    node, need = np.concatenate(waiters), np.concatenate(needs)
     order, waits = np.argsort(node, kind="stable"), {}
     for one, other in zip((base + node[order]).tolist(), (base + need[order]).tolist(), strict=True):
         waits.setdefault(one, []).append(other)
