@@ -109,11 +109,16 @@ def gone(layer: Layer, spec: Spec) -> int:
 
 
 def recompute(layer: Layer, samples: int, spec: Spec, **where: int) -> Op:
-    """The layer's forward once more, up to the last thing that backward needs; of products selectively none."""
+    """The layer's forward once more, up to the last thing that backward needs; of products selectively none, or every
+    other one."""
     last = 0 if spec.early_stop is False and layer.name not in ENDS else layer.last_flops
-    flops = 0 if spec.recompute == "selective" else (layer.flops - last) * samples
     traffic = layer.param_bytes + samples * (layer.saved + layer.output_bytes)
-    work = kernels.recomputed(layer.kernels, samples, selective=spec.recompute == "selective", whole=not last)
+    if spec.recompute == "selective" and spec.every_other:
+        work = kernels.every_other(layer.kernels, samples)
+        flops = int(sum(kernel.flops for kernel in work))
+    else:
+        work = kernels.recomputed(layer.kernels, samples, selective=spec.recompute == "selective", whole=not last)
+        flops = 0 if spec.recompute == "selective" else (layer.flops - last) * samples
     return Op(kind="recompute", part=layer.name, flops=flops, bytes=traffic, kernels=work, **where)
 
 

@@ -119,13 +119,13 @@ class Decoder:
         c, item, h = self.context, self.item, self.hidden
         products = [(shape, "norm" in name) for name, shape in self.attention_params()]
         if self.latent is None:
-            before = [kernels.matmul(c, self.qkv(ranks), h, item)]
+            before = [kernels.matmul(c, self.qkv(ranks), h, item, given=0)]
         else:
-            before = [kernels.matmul(c, shape[0], shape[1], item) for shape, norm in products[:-1] if not norm]
+            before = [kernels.matmul(c, shape[0], shape[1], item, given=0) for shape, norm in products[:-1] if not norm]
         if self.rotary:
             turned = item * c * self.qkv(ranks)
             before.append(kernels.memory(2 * turned, 2 * turned))
-        return tuple(before), (kernels.matmul(c, h, self.queries(ranks), item),)
+        return tuple(before), (kernels.matmul(c, h, self.queries(ranks), item, back=1 / ranks),)
 
     def _core(self, ranks: int) -> Kernels:
         """Scores, softmax, weighted sum; each query attends to the keys up to its own."""
@@ -171,9 +171,9 @@ class Decoder:
         made = item * c * width
         inputs = 2 if self.gated else 1  # of the activation: read, and its gradients written
         return (
-            kernels.matmul(c, inputs * width, h, item),
+            kernels.matmul(c, inputs * width, h, item, given=0),
             kernels.memory((inputs + 1) * made, (2 * inputs + 1) * made),
-            kernels.matmul(c, h, width, item),
+            kernels.matmul(c, h, width, item, back=1 / ranks),
         )
 
     # --- what is done to each token ---------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class Decoder:
         return (kernels.memory(2 * size, 3 * size),)
 
     def logits_kernels(self, vocabulary: int, ranks: int = 1) -> Kernels:
-        return (kernels.matmul(self.context, vocabulary // ranks, self.hidden, self.item),)
+        return (kernels.wide_matmul(self.context, vocabulary // ranks, self.hidden, self.item),)
 
     def logits_saved(self, vocabulary: int, ranks: int = 1) -> int:
         """Their logarithms, or the softmax, in fp32."""

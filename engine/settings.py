@@ -11,7 +11,7 @@ from engine.spec import Spec
 # Sizes with which a model can be planned and simulated, and not run.
 PLANNED_SIZES = ("kv_heads", "head_dim", "ffn", "vocabulary", "activation", "positions", "tied")
 # And how it is trained.
-PLANNED_SIZES += ("flash", "early_stop", "overlap", "master_weights", "scatter_gather", "tp_overlap")
+PLANNED_SIZES += ("flash", "early_stop", "every_other", "overlap", "master_weights", "scatter_gather", "tp_overlap")
 PLANNED_SIZES += ("share_optimizer", "dropout", "fused_loss")
 PLANNED_EXPERTS = ("shared_experts", "dense_layers", "dense_ffn")
 # Settings that a model has, with their defaults; all others do not apply to it.

@@ -3,8 +3,9 @@
 Peaks are dense, without sparsity, of NVIDIA's data sheets. What a large matmul reaches of them was measured by others,
 in bf16 or fp16; where that differs, for shapes as language models have and not for the best ones. Attention in one
 kernel reaches of an A100's peak 40 % (between FlashAttention 1 and 2: Dao 2023, arXiv:2307.08691, figures 4 to 6), and
-of an H100's 35 % (FlashAttention 2; 75 % with version 3: Shah et al. 2024, arXiv:2407.08608, abstract); of later
-devices it is assumed that it reaches as much.
+of an H100's 60 % (cuDNN's: Shah et al. 2024, arXiv:2407.08608, figure 5, heads of 128; FlashAttention 2: 35 %). On a
+B200 45 % were measured with cuDNN (SimuMax, configs/system/b200_bf16_ceperm.json: 0.87 to 1.2 forward and 0.73 to 0.95
+backward, of pairs that no mask spares).
 """
 
 from __future__ import annotations
@@ -95,21 +96,22 @@ DEVICES = {
         fp8=1979,
         reached=0.728,
         reached_fp8=0.647,
-        flash=0.35,
+        flash=0.60,
         memory=80 * GIBI,
         memory_rate=3.35 * TERA,
         sms=132,
     ),
     # HGX B200 data sheet (a GPU): 1.1 PFLOP/s TF32, 2.25 bf16, 4.5 fp8; 180 GB at 7.7 TB/s; 148 SMs. Measured
-    # 1448 to 1562 for a 7B model's (arXiv:2604.23466, tables III and IV); 1745 for the best shape (Bekman).
+    # 1448 to 1562 for a 7B model's (arXiv:2604.23466, tables III and IV), and 1020 to 1150 for a 70B and a 405B model's
+    # (SimuMax, configs/system/b200_bf16_ceperm.json): the middle is taken; 1745 for the best shape (Bekman).
     "b200": Device(
         fp32=1125,
         fp16=2250,
         bf16=2250,
         fp8=4500,
-        reached=0.67,
+        reached=0.576,
         reached_fp8=0.67,
-        flash=0.35,
+        flash=0.45,
         memory=180 * 10**9,
         memory_rate=7.7 * TERA,
         sms=148,
@@ -123,7 +125,7 @@ DEVICES = {
         fp8=5000,
         reached=0.64,
         reached_fp8=0.64,
-        flash=0.35,
+        flash=0.45,
         memory=186 * 10**9,
         memory_rate=8 * TERA,
         sms=152,
@@ -145,30 +147,35 @@ DEVICES = {
 }
 # H200 SXM data sheet: an H100's units, 141 GB at 4.8 TB/s.
 DEVICES["h200"] = replace(DEVICES["h100"], memory=141 * 10**9, memory_rate=4.8 * TERA)
+# GB300 NVL72 data sheet (a GPU): as a GB200, with 160 SMs and 279 GB; 1,400 W and not 1,200, of which large matmuls get
+# the cube root. HGX B300's: as a B200, with 270 GB, and 1,100 W, not 1,000.
+DEVICES["gb300"] = replace(DEVICES["gb200"], memory=279 * 10**9, sms=160, reached=0.67, reached_fp8=0.67)
+DEVICES["b300"] = replace(DEVICES["b200"], memory=270 * 10**9, reached=0.595, reached_fp8=0.69)
 
 # Bytes a second of a device in one direction. NVLink: links times what NCCL counts for one (graph/topo.h: 20 GB/s on
 # SM70 and SM80, 20.6 on SM90, 40.1 on SM100), of 25, 25, 25 and 50 of the data sheets. Networks: 95 % of the line rate,
 # which is what packet headers and NCCL's protocol leave (NVIDIA nccl-tests on DGX: 185 to 195 GB/s of 8 x 200 Gb/s).
-# Seconds to the first byte: NCCL's constants for its LL128 protocol (graph/tuning.cc: ring 1.9 us over NVLink, 2.5 us
-# over PCIe, 4.0 us over a network).
-NVLINK2 = Link(1.9e-6, 6 * 20e9)
-NVLINK3 = Link(1.9e-6, 12 * 20e9)
-NVLINK4 = Link(1.9e-6, 18 * 20.6e9)
-NVLINK5 = Link(1.9e-6, 18 * 40.1e9)
-PCIE = Link(2.5e-6, 22e9)
-NETWORK_REACHED, NETWORK_LATENCY = 0.95, 4.0e-6
+# Seconds to the first line of 128 bytes, and to the first chunk: NCCL's constants of rings for its protocols LL128 and
+# Simple (graph/tuning.cc: 1.9 and 3.4 us over NVLink, 2.5 and 5.7 us over PCIe, 4 and 14 us over a network).
+NVLINK2 = Link(1.9e-6, 6 * 20e9, 3.4e-6)
+NVLINK3 = Link(1.9e-6, 12 * 20e9, 3.4e-6)
+NVLINK4 = Link(1.9e-6, 18 * 20.6e9, 3.4e-6)
+NVLINK3_800, NVLINK4_800 = Link(1.9e-6, 8 * 20e9, 3.4e-6), Link(1.9e-6, 8 * 20.6e9, 3.4e-6)  # 400 GB/s of A800, H800
+NVLINK5 = Link(1.9e-6, 18 * 40.1e9, 3.4e-6)
+PCIE = Link(2.5e-6, 22e9, 5.7e-6)
+NETWORK_REACHED = 0.95
 
 
 def network(gigabits: float) -> Link:
     """A network card of so many Gb/s for each GPU."""
-    return Link(NETWORK_LATENCY, NETWORK_REACHED * gigabits * GIGA / 8)
+    return Link(4.0e-6, NETWORK_REACHED * gigabits * GIGA / 8, 14.0e-6)
 
 
-EDR_HALF, HDR, NDR = network(50), network(200), network(400)
+EDR_HALF, HDR, NDR, XDR = network(50), network(200), network(400), network(800)
 
 
 # Of a link's rate, what all-reduces in the switches of NVLink 4 and 5 reach (NCCL, tuning.cc: NVLS efficiencies).
-SWITCH = {NVLINK4: 0.85, NVLINK5: 0.74}
+SWITCH = {NVLINK4: 0.85, NVLINK4_800: 0.85, NVLINK5: 0.74}
 
 
 def cluster(name: str, device: str, inside: Link, node_size: int, *outer: tuple[int, Link]) -> Machine:
@@ -183,6 +190,7 @@ def cluster(name: str, device: str, inside: Link, node_size: int, *outer: tuple[
         op_overhead=LAUNCH,
         link_latency=inside.latency,
         link_rate=inside.rate,
+        link_chunk=inside.chunk,
         memory_size=gpu.memory,
         node_size=node_size,
         outer=outer,
@@ -240,6 +248,12 @@ def _catalogue() -> dict[str, Machine]:
         cluster("b200", "b200", NVLINK5, 8, (EVERYBODY, NDR)),
         # GB200 NVL72: 72 GPUs in one NVLink domain, a port of 400 Gb/s (NDR) for each.
         cluster("gb200", "gb200", NVLINK5, 72, (EVERYBODY, NDR)),
+        # HGX B300 and GB300 NVL72: the same with a port of 800 Gb/s (XDR).
+        cluster("b300", "b300", NVLINK5, 8, (EVERYBODY, XDR)),
+        cluster("gb300", "gb300", NVLINK5, 72, (EVERYBODY, XDR)),
+        # A800 and H800: A100 and H100 with fewer links.
+        cluster("a800", "a100", NVLINK3_800, 8, (EVERYBODY, HDR)),
+        cluster("h800", "h100", NVLINK4_800, 8, (EVERYBODY, NDR)),
         # A workstation: 8 cards on PCIe 4.0, and 100 Gb/s Ethernet for all of them.
         cluster("rtx4090", "rtx4090", PCIE, 8, (EVERYBODY, network(100 / 8))),
     )

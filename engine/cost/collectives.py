@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from engine.cost.machine import EVERYBODY, Link, Machine
 from engine.plan import Op
@@ -33,6 +34,9 @@ TREE_RATE = 0.92
 # order of magnitude is assumed.
 HOST_WAIT = 1e-4
 SWITCH_LATENCY = 25e-6  # seconds (NCCL, tuning.cc: of NVLS)
+# NCCL's protocols for more than a few bytes (tuning.cc). LL128 sends lines of 128 bytes, 8 of which are a flag: a hop
+# takes the latency of a line, a call 5.6 us more. Simple sends whole chunks: a hop takes the latency of a chunk.
+LINES_RATE, LINES_CALL = 120 / 128, 5.6e-6
 
 
 def rounds_and_bytes(op: Op, group: int) -> tuple[float, float]:
@@ -65,7 +69,7 @@ def communication_seconds(op: Op, group: Sequence[int], machine: Machine) -> flo
 def message_seconds(size: int, machine: Machine, link: Link | None = None) -> float:
     """Over a link, that of neighbours if none is given."""
     link = link or machine.tiers[0][1]
-    return machine.call_overhead + link.latency + size / link.rate
+    return machine.call_overhead + _in_chunks(link).latency + size / link.rate
 
 
 def collective_seconds(op: Op, group: Sequence[int] | int, machine: Machine) -> float:
@@ -75,15 +79,33 @@ def collective_seconds(op: Op, group: Sequence[int] | int, machine: Machine) -> 
         return 0.0
     spans = _spanned(ranks, machine)
     if op.kind == "all_to_all":
-        return machine.call_overhead + direct(op, spans)
+        return machine.call_overhead + direct(op, [(joined, _in_chunks(link)) for joined, link in spans])
+    if not machine.trees:
+        return machine.call_overhead + ring(op, spans)
+    in_node = len(spans) == 1 and bool(machine.outer) and spans[0][1] == machine.tiers[0][1]
+    chunks = _fastest(op, [(joined, _in_chunks(link)) for joined, link in spans], in_node, machine.switch)
+    if spans[0][1].chunk is None:
+        return machine.call_overhead + chunks
+    lines = [(joined, replace(link, rate=LINES_RATE * link.rate)) for joined, link in spans]
+    return machine.call_overhead + min(chunks, LINES_CALL + _fastest(op, lines, in_node, 0.0))
+
+
+def _in_chunks(link: Link) -> Link:
+    return link if link.chunk is None else replace(link, latency=link.chunk)
+
+
+def _fastest(op: Op, spans: Spans, in_node: bool, switch: float) -> float:
+    """Of the ways that NCCL has for an op, in one protocol. In a node its tree is a chain, which is no faster than a
+    ring; switches sum in chunks only."""
     ways = [ring(op, spans)]
-    if machine.switch and op.kind == "all_reduce" and len(spans) > 1:
-        ways.append(hierarchical(op, spans))
-    if machine.trees and op.kind == "all_reduce":
-        ways.append(tree(op, spans))
-    if machine.switch and op.kind == "all_reduce" and len(spans) == 1:
-        ways.append(switched(op, spans, machine.switch))
-    return machine.call_overhead + min(ways)
+    if op.kind == "all_reduce":
+        if switch and in_node:
+            ways.append(switched(op, spans, switch))
+        if switch and len(spans) > 1:
+            ways.append(hierarchical(op, spans))
+        if not in_node:
+            ways.append(tree(op, spans))
+    return min(ways)
 
 
 Spans = list[tuple[int, Link]]  # (ranks of the group that a link of this tier, and those inside, joins; the link)

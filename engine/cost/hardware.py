@@ -31,13 +31,15 @@ def _checked(thing: object, positive: tuple[str, ...], nonnegative: tuple[str, .
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Seconds that the first byte takes, and bytes a second of one device in one direction."""
+    """Seconds that the first byte takes, and bytes a second of one device in one direction. `chunk`: seconds that the
+    first chunk takes where it is passed on whole, if that is another way of sending."""
 
     latency: float
     rate: float
+    chunk: float | None = None
 
     def __post_init__(self) -> None:
-        _checked(self, ("rate",), ("latency",))
+        _checked(self, ("rate",), ("latency",) if self.chunk is None else ("latency", "chunk"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,9 +52,9 @@ class Machine:
     where every rank has a device of its own. `together`: how fast a core is while all are busy, beside one that is
     alone. `unit`: forget the rates: a stage's forward takes 1 s, its backward `unit_backward`, everything else nothing.
 
-    `link_latency` and `link_rate` are of the link between neighbours: inside of a group of `node_size` ranks, or
-    between all where that is 0. `outer`: further tiers, each with the number of ranks that it reaches; the last one
-    reaches all.
+    `link_latency`, `link_rate` and `link_chunk` are of the link between neighbours: inside of a group of `node_size`
+    ranks, or between all where that is 0. `outer`: further tiers, each with the number of ranks that it reaches; the
+    last one reaches all.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Machine:
     op_overhead: float
     link_latency: float
     link_rate: float
+    link_chunk: float | None = None
     bf16_gain: float = 1.0
     fp16_gain: float = 1.0
     fp8_gain: float = 1.0
@@ -78,18 +81,21 @@ class Machine:
     switch: float = 0.0  # of a link's rate, what all-reduces reach whose sums switches make; 0: they do not
     call_overhead: float = 0.0  # seconds of a collective or a message beside its rounds and bytes
     load_rate: float = math.inf  # bytes a second at which a device gets its samples from its host
+    precision: str | None = None  # in which it computes, where that was chosen
     local: Local | None = None  # where ops were measured one by one: what each class of them takes
 
     @property
     def tiers(self) -> tuple[tuple[int, Link], ...]:
         """(ranks that it reaches, link), innermost first; the last reaches everybody."""
-        return ((self.node_size, Link(self.link_latency, self.link_rate)), *self.outer)
+        return ((self.node_size, Link(self.link_latency, self.link_rate, self.link_chunk)), *self.outer)
 
     def at(self, precision: str | None) -> Machine:
         """The same machine, computing in this precision."""
         gain = getattr(self, GAINS[precision]) if precision in GAINS else 1.0
+        if gain == 1.0:
+            return self
         peak = None if self.peak_flop_rate is None else self.peak_flop_rate * gain
-        return self if gain == 1.0 else replace(self, flop_rate=self.flop_rate * gain, peak_flop_rate=peak)
+        return replace(self, flop_rate=self.flop_rate * gain, peak_flop_rate=peak, precision=precision)
 
     def running(self, who: tuple[str, ...], precision: str | None) -> Machine:
         """The same machine, with what these take whose ops it runs (see engine.cost.local)."""

@@ -18,7 +18,8 @@ class Kernel(NamedTuple):
     """`matmul`: `batch` products of [m, k] and [k, n]; where `weight`, the second one is a parameter, and samples add
     to m, else to the batch. `attention`: `batch` heads of m queries and n keys of k numbers, without writing the scores
     (Dao et al. 2022, arXiv:2205.14135); `half`: only keys that are not later than the query. `memory`: `bytes` read and
-    written, `backward` in the backward pass. `item`: bytes of a number."""
+    written, `backward` in the backward pass; of a product, in which its operand is cast where it is made of 8 bits.
+    `item`: bytes of a number."""
 
     kind: str
     m: int = 0
@@ -31,6 +32,7 @@ class Kernel(NamedTuple):
     of_weight: bool = False  # makes a weight's gradient
     bytes: float = 0
     backward: float = 0
+    wide: bool = False  # a product that stays in 16 bits where others are in 8
 
     @property
     def flops(self) -> float:
@@ -42,9 +44,21 @@ class Kernel(NamedTuple):
 Kernels = tuple[Kernel, ...]
 
 
-def matmul(m: int, n: int, k: int, item: int) -> Kernel:
-    """A product with a parameter, of one sample."""
-    return Kernel(MATMUL, m, n, k, item=item)
+# Bytes in which a number becomes 8 bits wide: read in 16, and written as it is and transposed, since Hopper's tensor
+# cores take 8 bits in one order only (Micikevicius et al. 2022, arXiv:2209.05433; Transformer Engine, cast_transpose).
+CAST = 4
+
+
+def matmul(m: int, n: int, k: int, item: int, *, given: float = 1.0, back: float = 1.0) -> Kernel:
+    """A product with a parameter, of one sample. In 8 bits its operand and its result's gradient are cast, or the
+    `given` and `back` parts of them: nothing is where a norm writes its result so, and of tokens that ranks share each
+    casts its own before they are gathered. The matrix is cast once a step, which is left out."""
+    return Kernel(MATMUL, m, n, k, item=item, bytes=CAST * given * m * k, backward=CAST * back * m * n)
+
+
+def wide_matmul(m: int, n: int, k: int, item: int) -> Kernel:
+    """One that stays in 16 bits where others are in 8: logits (Transformer Engine's and torchao's recipes)."""
+    return Kernel(MATMUL, m, n, k, item=item, wide=True)
 
 
 def memory(forward: float, backward: float) -> Kernel:
@@ -56,7 +70,8 @@ def _times(kernel: Kernel, samples: int) -> Kernel:
     if kernel.kind == MEMORY:
         return kernel._replace(bytes=kernel.bytes * samples, backward=kernel.backward * samples)
     if kernel.kind == MATMUL and kernel.weight:
-        return kernel._replace(m=kernel.m * samples)
+        cast = {"bytes": kernel.bytes * samples, "backward": kernel.backward * samples}
+        return kernel._replace(m=kernel.m * samples, **cast)
     return kernel._replace(batch=kernel.batch * samples)
 
 
@@ -88,6 +103,18 @@ def recomputed(kernels: Kernels, samples: int, *, selective: bool, whole: bool) 
 
 
 @functools.lru_cache(maxsize=4096)
+def every_other(kernels: Kernels, samples: int) -> Kernels:
+    """What is done again where the results of attention and of every other product are kept, from the first on, and
+    nothing else (TorchTitan's activation_checkpoint, `selective` by `op`)."""
+    again, products = [], 0
+    for kernel in forward(kernels, samples):
+        products += kernel.kind == MATMUL and kernel.weight
+        if kernel.kind == MEMORY or (kernel.kind == MATMUL and kernel.weight and products % 2 == 0):
+            again.append(kernel)
+    return tuple(again)
+
+
+@functools.lru_cache(maxsize=4096)
 def input_gradient(kernels: Kernels, samples: int) -> Kernels:
     """What the layer before waits for."""
     return tuple(made for kernel in reversed(forward(kernels, samples)) for made in _input_gradient(kernel))
@@ -99,7 +126,7 @@ def _input_gradient(kernel: Kernel) -> Iterable[Kernel]:
     elif kernel.kind == ATTENTION:
         yield kernel._replace(kind=ATTENTION_BACKWARD)
     else:
-        yield kernel._replace(n=kernel.k, k=kernel.n)
+        yield kernel._replace(n=kernel.k, k=kernel.n, bytes=kernel.backward)
         if not kernel.weight:  # both factors are activations
             yield kernel._replace(m=kernel.n, n=kernel.k, k=kernel.m)
 
@@ -108,7 +135,7 @@ def _input_gradient(kernel: Kernel) -> Iterable[Kernel]:
 def weight_gradient(kernels: Kernels, samples: int) -> Kernels:
     """What nobody waits for but the optimizer."""
     products = [kernel for kernel in reversed(forward(kernels, samples)) if kernel.kind == MATMUL and kernel.weight]
-    return tuple(kernel._replace(m=kernel.k, k=kernel.m, of_weight=True) for kernel in products)
+    return tuple(kernel._replace(m=kernel.k, k=kernel.m, bytes=0, of_weight=True) for kernel in products)
 
 
 def halves(kernels: Kernels) -> tuple[Kernels, Kernels]:

@@ -31,7 +31,8 @@ ELEMENTWISE = 0.70
 FLASH_BLOCK = 128
 # Bytes at whose multiples rows of operands have to begin for a product's usual rate, and the part of it that is left
 # where they do not (NVIDIA, "Matrix Multiplication Background", section 2.1); a head of 108 numbers, not of 104 or 112.
-ALIGNMENT, UNALIGNED = 16, 0.25
+# Batches of products have no such kernels, and run without tensor cores: 19.5 of an A100's 312 TFLOP/s (data sheet).
+ALIGNMENT, UNALIGNED, UNALIGNED_BATCH = 16, 0.25, 1 / 16
 FP32 = 4  # bytes
 
 
@@ -45,7 +46,8 @@ def kernel_seconds(kernel: Kernel, machine: Machine) -> float:
     if kernel.kind == MEMORY:
         return machine.op_overhead + kernel.bytes / (ELEMENTWISE * machine.memory_rate)
     if kernel.kind == MATMUL:
-        return machine.op_overhead + max(_product(kernel, machine), _traffic(kernel) / machine.memory_rate)
+        product = max(_product(kernel, machine), _traffic(kernel) / machine.memory_rate)
+        return machine.op_overhead + product + _cast(kernel, machine)
     masked = 1 + FLASH_BLOCK / kernel.n if kernel.half else 1.0
     rate = machine.flash_rate * FLASH[kernel.kind] / (machine.fp16_gain if kernel.item == FP32 else 1.0)
     work = kernel.flops * min(2.0, masked) / rate
@@ -55,13 +57,30 @@ def kernel_seconds(kernel: Kernel, machine: Machine) -> float:
 
 
 def _product(kernel: Kernel, machine: Machine) -> float:
-    one = machine.flop_rate / machine.sms  # of a multiprocessor
+    one = _rate(kernel, machine) / machine.sms  # of a multiprocessor
     best = math.inf
     for rows, columns, rate in TILES:
         tiles = kernel.batch * math.ceil(kernel.m / rows) * math.ceil(kernel.n / columns)
         waves = math.ceil(tiles / machine.sms)
         best = min(best, waves * 2 * rows * columns * (kernel.k + BESIDE) / (rate * one))
-    return best if _aligned(kernel) else best / UNALIGNED
+    return best if _aligned(kernel) else best / (UNALIGNED if kernel.weight else UNALIGNED_BATCH)
+
+
+def _in_8_bits(kernel: Kernel, machine: Machine) -> bool:
+    return machine.precision == "fp8" and kernel.weight and not kernel.wide
+
+
+def _rate(kernel: Kernel, machine: Machine) -> float:
+    if machine.precision != "fp8" or _in_8_bits(kernel, machine):
+        return machine.flop_rate
+    return machine.flop_rate * machine.bf16_gain / machine.fp8_gain
+
+
+def _cast(kernel: Kernel, machine: Machine) -> float:
+    """Seconds in which a product's operand is made 8 bits wide; those of a weight's gradient were before."""
+    if not kernel.bytes or not _in_8_bits(kernel, machine):
+        return 0.0
+    return machine.op_overhead + kernel.bytes / (ELEMENTWISE * machine.memory_rate)
 
 
 def _aligned(kernel: Kernel) -> bool:

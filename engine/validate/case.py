@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from engine.validate import words
 from engine.validate.rows import MEASURED, Row, Unusable
+from engine.validate.stacks import stack_of
 
 SHAPE = ("layers", "hidden", "heads", "seq_len")
 MEGATRON_VOCABULARY = 51_200  # GPT-2's 50,257 tokens, padded as Megatron-LM's examples do
@@ -204,7 +205,8 @@ def _layout(row: Row, inferred: list[str]) -> dict[str, Any]:
         raise Unusable("the ranks that share a copy do not divide the replicas", f"{dp} / {shards}")
     sp = parallel.get("sp")
     if sp is None and degrees["tp"] > 1:
-        inferred.append("no sequence parallelism beside tp")
+        sp = stack_of(row).sequence_parallel
+        inferred.append(f"{'' if sp else 'no '}sequence parallelism beside tp")
     return {
         "devices": devices,
         **degrees,

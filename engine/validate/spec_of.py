@@ -7,31 +7,46 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
 from engine.cost.catalogue import MACHINES, MEMORY_REACHED, network
-from engine.cost.hardware import EVERYBODY, Machine
+from engine.cost.hardware import EVERYBODY, Link, Machine
 from engine.matching import PlanError
 from engine.predict import predict
 from engine.rules import SpecError
 from engine.spec import Spec
 from engine.validate.case import Case, Predicted
 from engine.validate.rows import Unusable
-from engine.validate.stacks import TODAY, stack_of
+from engine.validate.stacks import FIRST, LATEST, SCORES, SECOND, TODAY, stack_of
 
 GIGABIT = 1e9 / 8
 LINK_REACHED = 0.8  # of NVLink's rate, what NCCL counts on (graph/topo.h): 20 of 25 GB/s for a link
 # Watts of data sheets. Below its limit a device's clock goes with the cube root of its power: that goes with the clock
 # and the square of the voltage, which rises with the clock (Chandrakasan et al. 1992, doi 10.1109/4.126534).
 POWER = {"v100": 300, "a100": 400, "a100_40": 400, "h100": 700, "h200": 700, "b200": 1000, "gb200": 1200}
+POWER |= {"a800": 400, "h800": 700, "b300": 1100, "gb300": 1400}
 # Of a device's peak in 16 bits, what the first FlashAttention reaches: 40 % forward and 30 % backward on an A100, the
 # middles of 30 to 50 and 25 to 35 % (Dao 2023, arXiv:2307.08691, section 1). With the cost model's ratio of the two the
 # same time is 36 % forward. A later device runs it with an A100's instructions, which reach 62 % of its peak (Luo et
 # al. 2024, arXiv:2402.13499, section V).
 FIRST_FLASH = 0.36
-OLD_INSTRUCTIONS = {"a100": 1.0, "a100_40": 1.0, "v100": 1.0}
+OLD_INSTRUCTIONS = {"a100": 1.0, "a100_40": 1.0, "a800": 1.0, "v100": 1.0}
 ON_LATER_DEVICES = 0.62
+# FlashAttention 2 on Hopper: 35 % (Shah et al. 2024, arXiv:2407.08608, abstract). It uses an A100's instructions, of
+# which Blackwell's multiprocessors do as many (1,024 products a clock: 591 TFLOP/s of a GB200 at 1.9 GHz), and reaches
+# 62 % of their peak there (Dao 2023, figure 5: 190 of 312 TFLOP/s), so 15 % of a GB200's.
+SECOND_FLASH = {"h100": 0.35, "h200": 0.35, "h800": 0.35, "b200": 0.15, "b300": 0.15, "gb200": 0.15, "gb300": 0.15}
+# Where results have to be the same in each run cuDNN's attention had no backward pass on Blackwell before version 9.18
+# of 2026 (NVIDIA, TransformerEngine, pull request 2584).
+DETERMINISTIC = re.compile(r"deterministic mode")
+# Tensors of a block, each gathered by itself: weight and bias of two norms and four products.
+TENSORS = 12
+# CUDA_LAUNCH_BLOCKING=1: the host makes the next kernel ready only when the last has ended, which takes what eager
+# PyTorch takes for an op and a launch, and a kernel of the cost model stands for about two of its eager ones (bias,
+# transposition, cast).
+BLOCKED, BLOCKING = re.compile(r"CUDA_LAUNCH_BLOCKING=1"), 50e-6
 # Their optimizer steps before it knows the norm of all gradients, and takes the step back where that is too large.
 HIDES_ITS_RAMP = ("zb_h2", "zb_2p", "zbv")
 ZERO_BUBBLE = (*HIDES_ITS_RAMP, "interleaved_zero_bubble")
@@ -62,7 +77,7 @@ def _predict(spec: Spec, machine: Machine) -> tuple[float, float]:
 def spec_of(case: Case) -> tuple[Spec, tuple[str, ...]]:
     stack = stack_of(case.row)
     inferred = ["software as of today: attention never writes its scores"] if stack == TODAY else []
-    settings = _model(case) | _layout(case, inferred) | {"flash": stack.flash, "master_weights": True}
+    settings = _model(case) | _layout(case, inferred) | {"flash": stack.attention != SCORES, "master_weights": True}
     settings["dropout"] = True if stack.dropout and not case.gated else None  # Llama and its like have none
     settings["fused_loss"] = True if FUSED_LOSS in case.row.notes else None
     # The runtime of zero-bubble schedules issues messages as ops of their own, beside what it computes.
@@ -72,6 +87,7 @@ def spec_of(case: Case) -> tuple[Spec, tuple[str, ...]]:
     if case.async_tp:  # smaller products, and copies between them, take back part of what is hidden: 8 % are gained
         inferred.append("products beside tokens of tensor ranks that travel in parts (async TP) taken as plain ones")
     settings["early_stop"] = False if stack.whole_blocks and case.recompute == "full" else None
+    settings["every_other"] = True if stack.every_other and case.recompute == "selective" else None
     settings["scatter_gather"] = True if stack.scatters and case.tp > 1 and case.pp > 1 else None
     if case.schedule not in HIDES_ITS_RAMP:
         settings["clip"] = 1.0  # the norm at which all of these clip gradients, by default
@@ -156,6 +172,7 @@ def _split(case: Case, inferred: list[str]) -> tuple[int, ...]:
 
 def machine_of(case: Case) -> Machine:
     """The catalogue's, with the links and the memory that the row names."""
+    stack = stack_of(case.row)
     return machine_with(
         case.device,
         per_node=case.per_node,
@@ -164,8 +181,9 @@ def machine_of(case: Case) -> Machine:
         memory_size=case.memory_size,
         memory_rate=case.memory_rate,
         power=case.power,
-        first_flash=stack_of(case.row).first_flash,
-        one_card=stack_of(case.row).one_card,
+        attention=SECOND if DETERMINISTIC.search(case.row.notes) else stack.attention,
+        one_card=stack.one_card,
+        blocking=bool(BLOCKED.search(case.row.notes)),
     )
 
 
@@ -178,17 +196,17 @@ def machine_with(
     memory_size: float | None = None,
     memory_rate: float | None = None,
     power: float | None = None,
-    first_flash: bool = False,
+    attention: str = LATEST,
     one_card: bool = False,
+    blocking: bool = False,
 ) -> Machine:
-    """Rates in bytes a second, of data sheets, and watts; what is None stays as the catalogue has it. `first_flash`:
-    attention as the first FlashAttention does it. `one_card`: all devices of a node share one network card."""
-    if device not in MACHINES:
-        raise Unusable("the device is not in the machine catalogue", device)
+    """Rates in bytes a second, of data sheets, and watts; what is None stays as the catalogue has it. `attention`:
+    the kernel that does it. `one_card`: all devices of a node share one network card, and what is gathered is so tensor
+    by tensor. `blocking`: a kernel is made ready when the one before has ended."""
     known = MACHINES[device]
     outer = network(network_rate / GIGABIT) if network_rate else known.tiers[-1][1]
     if one_card:
-        outer = replace(outer, rate=outer.rate / per_node)
+        outer = Link(TENSORS * outer.latency, outer.rate / per_node, TENSORS * outer.chunk)
     changes: dict[str, Any] = {"node_size": per_node, "outer": ((EVERYBODY, outer),)}
     if link_rate:
         changes["link_rate"] = LINK_REACHED * link_rate
@@ -198,7 +216,11 @@ def machine_with(
         changes["memory_rate"] = MEMORY_REACHED * memory_rate
     if power and device in POWER:
         changes["flop_rate"] = known.flop_rate * min(1.0, power / POWER[device]) ** (1 / 3)
-    if first_flash:
-        peak = known.peak_flop_rate * known.fp16_gain
+    if blocking:
+        changes["op_overhead"] = BLOCKING
+    peak = known.peak_flop_rate * known.fp16_gain
+    if attention == FIRST:
         changes["flash_rate"] = peak * FIRST_FLASH * OLD_INSTRUCTIONS.get(device, ON_LATER_DEVICES)
+    if attention == SECOND and device in SECOND_FLASH:
+        changes["flash_rate"] = peak * SECOND_FLASH[device]
     return replace(known, **changes)

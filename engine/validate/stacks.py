@@ -14,22 +14,25 @@ from engine.validate.rows import Row
 
 class Stack(NamedTuple):
     name: str
-    flash: bool  # attention in one kernel, which never writes its scores (Dao et al. 2022, arXiv:2205.14135)
+    attention: str  # one of those below
     overlaps: bool  # gradients are reduced, and layers gathered, while others compute
     whole_blocks: bool  # full recomputation repeats a block to its end, as Megatron-LM's checkpoint does
-    first_flash: bool  # attention in one kernel as in 2022, before FlashAttention 2
     tp_overlaps: bool  # tokens of tensor ranks travel in parts while products work on others
-    one_card: bool  # what is gathered leaves a node by one network card at a time
+    one_card: bool  # what is gathered leaves a node by one network card at a time, and tensor by tensor
     dropout: bool  # of 0.1, as Megatron-LM has it by default (arguments.py), where the model is a GPT
     scatters: bool  # tensor ranks send their own parts of a message between stages (Narayanan et al. 2021, section 4.1)
+    sequence_parallel: bool = False  # beside tp always, where a row does not say
+    every_other: bool = False  # recomputing selectively repeats every other product
 
 
+# Attention that writes its scores; else in one kernel, which never does (Dao et al. 2022, arXiv:2205.14135): as it was
+# in 2022, FlashAttention 2 of 2023, and what vendors have for a device since.
+SCORES, FIRST, SECOND, LATEST = "scores", "first", "second", "latest"
 # Megatron-LM before 2023 and its DeepSpeed fork: scores, softmax and weighted sum are kernels of their own, the softmax
 # fused with scale and mask (Narayanan et al. 2021, section 4.2). Gradients are all-reduced when the last micro-batch is
 # through (Korthikanti et al. 2022, section 6.3: "data-parallel all-reduce is not overlapped").
 EARLY = {
-    "flash": False,
-    "first_flash": False,
+    "attention": SCORES,
     "overlaps": False,
     "whole_blocks": True,
     "tp_overlaps": False,
@@ -37,9 +40,11 @@ EARLY = {
     "dropout": True,
     "scatters": True,
 }
-# Since then FlashAttention is the default, and communication overlaps.
-LATE = EARLY | {"flash": True, "overlaps": True}
-PYTORCH = LATE | {"whole_blocks": False, "scatters": False, "dropout": False}
+# Since then FlashAttention is the default, on Hopper and later cuDNN's (NVIDIA, NeMo Framework, "Attention":
+# Transformer Engine prefers it there), and communication overlaps.
+LATE = EARLY | {"attention": LATEST, "overlaps": True}
+# scaled_dot_product_attention takes FlashAttention 2 on devices up to Hopper (torchtitan, models/attention.py).
+PYTORCH = LATE | {"attention": SECOND, "whole_blocks": False, "scatters": False, "dropout": False}
 # The first whose pattern is found in a row's source, set, schedule and notes.
 STACKS = (
     (r"no_scatter_gather", Stack("Megatron-LM of 2021 without scattered messages", **(EARLY | {"scatters": False}))),
@@ -52,13 +57,16 @@ STACKS = (
     (r"bigscience|Megatron-DeepSpeed", Stack("Megatron-DeepSpeed of 2022", **EARLY)),
     (r"SC21|2104\.04473|Korthikanti|2205\.05198|5281919420|vTrain", Stack("Megatron-LM before 2023", **EARLY)),
     (r"Zero Bubble", Stack("Megatron-LM of 2023", **EARLY)),
-    (r"MegaScale", Stack("Megatron-LM of 2023", **(LATE | {"overlaps": False}))),
+    (r"MegaScale", Stack("Megatron-LM of 2023", **(LATE | {"attention": SECOND, "overlaps": False}))),
     # Its table is of spring 2023, with attention as a Triton kernel after the first FlashAttention (attn_impl: triton),
     # and PyTorch 1.13 and 2.0, whose checkpoint repeats a block to its end (early stop came with 2.1).
-    (r"llm-foundry", Stack("LLM Foundry of 2023", **(PYTORCH | {"first_flash": True, "whole_blocks": True}))),
-    (r"torchtitan", Stack("TorchTitan", **PYTORCH)),
-    # NVIDIA's recipes turn Transformer Engine's userbuffers on (tp_comm_overlap).
-    (r"dgxc-benchmarking|Megatron-Bridge", Stack("NeMo", **(LATE | {"tp_overlaps": True}))),
+    (r"llm-foundry", Stack("LLM Foundry of 2023", **(PYTORCH | {"attention": FIRST, "whole_blocks": True}))),
+    # Its selective recomputation by `op` keeps every other product (distributed/activation_checkpoint.py).
+    (r"torchtitan", Stack("TorchTitan", **(PYTORCH | {"every_other": True}))),
+    (r"nanotron", Stack("nanotron", **PYTORCH)),
+    # NVIDIA's recipes turn Transformer Engine's userbuffers on (tp_comm_overlap), and sequence parallelism beside tp
+    # (Megatron-Bridge: sequence_parallel = tensor_model_parallel_size > 1).
+    (r"dgxc-benchmarking|Megatron-Bridge", Stack("NeMo", **(LATE | {"tp_overlaps": True, "sequence_parallel": True}))),
     (r"Megatron-LM", Stack("Megatron-Core", **LATE)),
 )
 TODAY = Stack("not known", **LATE)

@@ -86,6 +86,25 @@ def test_all_reduces_of_published_machines_are_as_fast_as_measured():
     for name, size, measured in (("a100", 2**30, 229.3e9), ("h200", 2**34, 482e9), ("b200", 2**34, 846e9)):
         seconds = collective_seconds(op(size=size), 8, machine(name))
         assert 2 * 7 / 8 * size / seconds == pytest.approx(measured, rel=0.06)
+    for size, measured in ((2**26, 202.5e9), (2**27, 202.1e9)):  # the A100s with less
+        seconds = collective_seconds(op(size=size), 8, machine("a100"))
+        assert 2 * 7 / 8 * size / seconds == pytest.approx(measured, rel=0.13)
+
+
+def test_few_bytes_travel_in_lines_and_many_in_chunks():
+    """NCCL's model of a ring of 8 A100s (tuning.cc): 14 + 14 x 1.9 us and 120/128 of the rate, or 8.4 + 14 x 3.4 us."""
+    for size, seconds in (
+        (MB, 14e-6 + 14 * 1.9e-6 + 2 * 7 / 8 * MB / (240e9 * 120 / 128)),
+        (1000 * MB, 8.4e-6 + 14 * 3.4e-6 + 2 * 7 / 8 * 1000 * MB / 240e9),
+    ):
+        assert collective_seconds(op(size=size), 8, machine("a100")) == pytest.approx(seconds)
+
+
+def test_switches_of_a_node_sum_nothing_between_nodes():
+    """One H100 of each of 16 nodes: an all-reduce sends 2 x 15/16 of its bytes through each one's card."""
+    h100 = machine("h100")
+    assert collective_seconds(op(), range(0, 128, 8), h100) > 2 * 15 / 16 * 100 * MB / h100.tiers[-1][1].rate
+    assert collective_seconds(op(), range(8), h100) < 2 * 7 / 8 * 100 * MB / h100.link_rate
 
 
 def test_one_rank_has_nobody_to_talk_to():

@@ -11,7 +11,8 @@ from engine import chain
 from engine.cost import kernels
 from engine.cost.kernels import ATTENTION, MATMUL, Kernel
 from engine.cost.machine import machine
-from engine.cost.matmul import kernel_seconds, kernels_seconds
+from engine.cost.matmul import ELEMENTWISE, kernel_seconds, kernels_seconds
+from engine.decoder import Decoder
 from engine.job import prepare
 from engine.predict import predict
 from engine.spec import Spec
@@ -50,7 +51,28 @@ def test_fp8_speeds_up_products_and_not_attention():
     h100 = machine("h100")
     product, attention = Kernel(MATMUL, 8192, 8192, 8192), Kernel(ATTENTION, 4096, 4096, 128, batch=32)
     assert 1.6 < kernel_seconds(product, h100.at("bf16")) / kernel_seconds(product, h100.at("fp8")) < 2
-    assert kernel_seconds(attention, h100.at("bf16")) == kernel_seconds(attention, h100.at("fp8"))
+    logits = kernels.wide_matmul(8192, 8192, 8192, 2)
+    for same in (attention, logits):
+        assert kernel_seconds(same, h100.at("bf16")) == kernel_seconds(same, h100.at("fp8"))
+
+
+def test_operands_are_cast_to_8_bits_but_those_that_a_norm_writes_so():
+    """Each number of a product's input and of its result's gradient: 2 bytes read, 2 x 1 written. Of two tensor ranks'
+    the gradient behind a cut matrix is cast by each for its own tokens."""
+    spec = Spec(mode="single", devices=1, model="llama3_8b", layers=1, context=1024)
+    sizes = Decoder.of(prepare(spec).spec, 2)
+    up, _, down = sizes.mlp_kernels(ranks=2)
+    inside = 14_336 // 2
+    assert (up.bytes, up.backward) == (0, 4 * 1024 * 2 * inside)
+    assert (down.bytes, down.backward) == (4 * 1024 * inside, 4 * 1024 * 4096 // 2)
+    h100, moved = machine("h100"), 4 * 1024 * inside
+    plain = down._replace(bytes=0, backward=0)
+    more = kernel_seconds(down, h100.at("fp8")) - kernel_seconds(plain, h100.at("fp8"))
+    assert more == pytest.approx(h100.op_overhead + moved / (ELEMENTWISE * h100.memory_rate))
+    assert kernel_seconds(down, h100.at("bf16")) == kernel_seconds(plain, h100.at("bf16"))
+    given = [kernel for kernel in kernels.input_gradient((down,), 3) if kernel.kind == MATMUL]
+    assert [kernel.bytes for kernel in given] == [3 * down.backward]
+    assert [kernel.bytes for kernel in kernels.weight_gradient((down,), 3)] == [0]
 
 
 @pytest.mark.parametrize("samples", [1, 3])

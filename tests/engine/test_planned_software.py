@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine import modes
+from engine import chain, modes
 from engine.cost.catalogue import MACHINES
 from engine.cost.collectives import HOST_WAIT, communication_seconds
-from engine.cost.kernels import matmul
-from engine.cost.matmul import UNALIGNED, kernel_seconds
+from engine.cost.kernels import ATTENTION, MATMUL, MEMORY, Kernel, matmul
+from engine.cost.matmul import UNALIGNED, UNALIGNED_BATCH, kernel_seconds
 from engine.job import prepare
 from engine.plan import Op
 from engine.spec import Spec
@@ -59,3 +59,19 @@ def test_operands_at_odd_places_take_longer():
     """Rows of 108 numbers of 2 bytes do not begin at multiples of 16; those of 112 do."""
     odd, even = (kernel_seconds(matmul(4096, size, 4096, 2), MACHINES["a100"]) for size in (108, 112))
     assert odd > 0.9 * even / UNALIGNED
+    products = [Kernel(MATMUL, 2048, 2048, size, batch=64, weight=False) for size in (108, 112)]
+    odd, even = (kernel_seconds(product, MACHINES["a100"]) for product in products)  # of heads, without tensor cores
+    assert odd > 0.9 * even / UNALIGNED_BATCH
+
+
+def test_every_other_product_is_done_again_and_attention_is_not():
+    """Of a block of Llama 3 8B: the matrix behind attention, 4096 x 4096, and the MLP's last, 14,336 x 4096."""
+    spec = Spec(
+        mode="single", devices=1, model="llama3_8b", layers=1, context=1024, recompute="selective", every_other=True
+    )
+    (block,) = [layer for layer in prepare(spec).layers if layer.name == "block1"]
+    again = chain.recompute(block, 1, spec)
+    assert again.flops == 2 * 1024 * 4096 * (4096 + 14_336)
+    assert {kernel.kind for kernel in again.kernels} == {MATMUL, MEMORY}
+    kept = chain.recompute(block, 1, spec.with_(every_other=None))
+    assert kept.flops == 0 and ATTENTION in {kernel.kind for kernel in kept.kernels}

@@ -200,7 +200,7 @@ def test_times_that_are_none_are_refused_rather_than_averaged(measure, times):
 
 def test_exposed_communication_grows_as_links_get_slower_and_is_none_on_free_ones():
     plan = modes.plan(prepare(Spec(mode="ddp", devices=8)))
-    base = replace(machine("h100"), call_overhead=0.0)
+    base = replace(machine("h100"), call_overhead=0.0, link_chunk=0.0)
     fractions = [
         exposed_communication_fraction(simulate(plan, replace(base, link_latency=0.0, link_rate=rate)).timeline)
         for rate in (math.inf, 1e12, 1e10, 1e8)

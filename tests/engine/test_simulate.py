@@ -106,7 +106,7 @@ def test_1f1b_on_two_stages_slot_by_slot():
 def test_layer_split_has_one_device_busy_at_a_time(devices):
     """With free links the step is as long as all compute together, and no two spans of compute overlap."""
     spec = Spec(mode="layer_split", devices=devices, model="gpt", dataset="synthetic")
-    free = replace(machine("h100"), link_latency=0.0, link_rate=math.inf, call_overhead=0.0)
+    free = replace(machine("h100"), link_latency=0.0, link_chunk=0.0, link_rate=math.inf, call_overhead=0.0)
     plan = modes.plan(prepare(spec))
     # Loading the batch and the optimizer's step go on at once on all devices, and are no part of the chain.
     chain = [Program(tuple(op for op in p.ops if op.kind not in ("load", "optimizer"))) for p in plan.programs]

@@ -10,10 +10,11 @@ import pytest
 from engine.cost.catalogue import MACHINES
 from engine.predict import predict
 from engine.spec import Spec
+from engine.validate import words
 from engine.validate.compared import compare
 from engine.validate.report import validate
 from engine.validate.rows import Unusable, parse, read
-from engine.validate.spec_of import machine_of, predicted, spec_of
+from engine.validate.spec_of import BLOCKING, machine_of, predicted, spec_of
 from engine.validate.statistics import errors
 from tests.engine.test_validate_reading import case, entry
 
@@ -79,8 +80,38 @@ def test_what_cannot_be_planned_says_the_rule():
     with pytest.raises(Unusable, match="Lockstep"):
         one_head = {"heads": 1, "kv_heads": 1}  # and two tensor ranks
         predicted(case(model=one_head, parallel={"gpus": 8, "tp": 2, "pp": 2, "dp": 2}))
-    with pytest.raises(Unusable, match="not in the machine catalogue"):
-        predicted(case(hardware={"gpu": "H800-80G"}))
+
+
+def test_every_device_that_a_row_can_name_is_in_the_catalogue():
+    assert {name for _, name in words.DEVICES} <= set(MACHINES)
+
+
+def test_a_kernel_waits_for_its_host_where_launches_block():
+    plain, blocking = (machine_of(case(notes=notes)) for notes in ("", "CUDA_LAUNCH_BLOCKING=1 may be set"))
+    assert (plain.op_overhead, blocking.op_overhead) == (MACHINES["a100"].op_overhead, BLOCKING)
+
+
+def test_attention_is_as_fast_as_its_softwares_kernel():
+    """cuDNN's on Hopper, FlashAttention 2 where PyTorch chooses, and where results have to be the same in each run."""
+    on_hopper = {"hardware": {"gpu": "H100-SXM5-80GB"}}
+    latest, second, same = (
+        machine_of(case(**on_hopper, source=source, notes=notes)).flash_rate / 989.4e12
+        for source, notes in (("Megatron-LM", ""), ("torchtitan", ""), ("Megatron-LM", "deterministic mode"))
+    )
+    assert (latest, second, same) == pytest.approx((0.60, 0.35, 0.35))
+
+
+def test_sequences_are_parallel_where_a_recipe_always_has_them_so_and_a_row_does_not_say():
+    layout = {"gpus": 8, "tp": 2, "pp": 2, "dp": 2, "sp": None}
+    assert settings(parallel=layout, source="Megatron-Bridge")["sequence_parallel"] is True
+    assert settings(parallel=layout)["sequence_parallel"] is None
+    assert settings(parallel=layout | {"sp": False}, source="Megatron-Bridge")["sequence_parallel"] is None
+
+
+def test_what_is_recomputed_selectively_depends_on_the_software():
+    assert settings(recompute="selective", source="torchtitan")["every_other"] is True
+    assert settings(recompute="full", source="torchtitan")["every_other"] is None
+    assert settings(recompute="selective", source="Megatron-LM")["every_other"] is None
 
 
 def test_ranks_that_wait_for_nobody_hide_their_ramp():

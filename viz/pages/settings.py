@@ -54,6 +54,7 @@ MORE = (
     ("tied",),
     ("flash",),
     ("early_stop",),
+    ("every_other",),
     ("overlap",),
     ("scatter_gather",),
     ("tp_overlap",),
