@@ -43,7 +43,7 @@ MODE_SETTINGS = {
     "fsdp": {},
     "hsdp": {"dp": None, "fsdp": None},
     "local_sgd": {"sync_every": 4},
-    "layer_split": {"split": None},
+    "layer_split": {"split": None, "compile_stage": "none"},
     "pipeline": {
         "microbatches": None,
         "schedule": "1f1b",
@@ -103,6 +103,12 @@ REASONS = {
 }
 # Values that a model that runs does not take, and why.
 MODEL_REASONS = {
+    ("moe", "compile_stage", "torchscript"): "a trace keeps the numbers of tokens that experts got in its example",
+    (
+        "moe",
+        "compile_stage",
+        "torch_compile",
+    ): "it would be compiled anew for each number of tokens that an expert gets",
     ("moe", "recompute", "selective"): "which products of its experts are kept is not planned",
 }
 DENSE = ("gpt", *(name for name in PRESETS if family(name) == "gpt"))

@@ -158,7 +158,9 @@ class Spec:
         choices=RECEIVES,
     )
     compile_stage: str | None = _setting(
-        None, "compile what a stage computes; it does not make a pipeline of it (pipeline)", choices=STAGE_COMPILERS
+        None,
+        "compile what a stage computes; it makes no pipeline of it (layer_split, pipeline)",
+        choices=STAGE_COMPILERS,
     )
     split: tuple[int, ...] | None = _setting(None, "layers of each stage, by hand: 2,1,1 (layer_split, pipeline)")
     dp: int | None = _setting(None, "replicas of the model", low=1, high=MAX_DEVICES)

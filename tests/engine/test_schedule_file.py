@@ -82,6 +82,7 @@ def test_what_a_mesh_must_be_for_a_file(settings, code, setting, works):
         ({"dp": 2}, csv_of("zbv", 2, 4, 2, messages.add_early)),
         ({"tp": 2}, csv_of("dualpipev", 2, 4, 2)),
     ],
+    ids=["sandwich", "1f1b", "zbv", "dualpipev"],
 )
 def test_an_order_from_a_file_is_run_in_a_mesh_as_planned(degrees, text, launcher, runs_dir):
     holds(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine import schedules
+from engine import modes, schedules
 from engine.job import lacks_compiler, prepare, prepare_real
 from engine.rules import SpecError
 from engine.settings import SPLIT_BACKWARD
@@ -31,6 +31,43 @@ def test_a_pipeline_of_traced_stages_does_what_was_planned(schedule, model, laun
 def test_a_pipeline_of_stages_under_torch_compile_does_what_was_planned(launcher, runs_dir):
     spec = Spec(compile_stage="torch_compile", model="mlp", layers=3, hidden=16, **SHORT)
     holds(finished(spec, launcher, runs_dir))
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("how", "settings"),
+    [
+        ("torchscript", {"model": "cnn", "accumulate": 2}),
+        ("torchscript", GPT | {"devices": 3, "masked": 0.5}),
+        pytest.param(
+            "torch_compile",
+            {"model": "mlp", "layers": 3, "hidden": 16},
+            marks=pytest.mark.skipif(lacks_compiler() is not None, reason=f"torch.compile needs {lacks_compiler()}"),
+        ),
+    ],
+    ids=["cnn", "gpt", "torch_compile"],
+)
+def test_a_model_split_by_layers_runs_compiled_stages_as_planned(how, settings, launcher, runs_dir):
+    spec = Spec(compile_stage=how, **(SHORT | {"mode": "layer_split"} | settings))
+    holds(finished(spec, launcher, runs_dir))
+
+
+def test_of_a_compiled_stage_a_pass_is_one_op_with_the_work_of_its_layers():
+    spec = Spec(**(SHORT | {"mode": "layer_split", "model": "mlp", "layers": 3, "split": (2, 2)}))
+    layered, whole = (modes.plan(prepare(spec.with_(compile_stage=how))) for how in ("none", "torchscript"))
+    for rank in range(2):
+        for kind in ("forward", "backward"):
+            several = [op for op in layered.program(rank).ops if op.kind == kind]
+            (one,) = [op for op in whole.program(rank).ops if op.kind == kind]
+            assert len(several) == 2 and one.part == "" and one.flops == sum(op.flops for op in several)
+
+
+@pytest.mark.parametrize("how", ["torchscript", "torch_compile"])
+@pytest.mark.parametrize("mode", ["layer_split", "pipeline"])
+def test_experts_are_not_compiled(mode, how):
+    with pytest.raises(SpecError) as refused:
+        prepare(Spec(compile_stage=how, **(SHORT | {"mode": mode, "model": "moe"})))
+    assert (refused.value.code, refused.value.setting) == ("option_of_model", "compile_stage")
 
 
 @pytest.mark.real

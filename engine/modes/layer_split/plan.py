@@ -34,15 +34,26 @@ def _micro_step(job: Job, stage: int, k: int, count: int) -> list[Op]:
     ops = ops if count == 1 else [replace(op, microbatch=k) for op in ops]
     if not is_first:
         ops.append(_message("recv", "activation", stage - 1, inbound, where))
-    known = {**where, "spec": job.spec, "sent": not is_last}
-    ops += chain.forward(stages[stage], batch, **known)
+    known = {**where, "spec": job.spec}
+    there, back = (
+        chain.forward(stages[stage], batch, **known),
+        chain.backward(stages[stage], batch, **known, sent=not is_last),
+    )
+    if is_compiled(job):
+        there, back = [chain.whole_stage(there)], [chain.whole_stage(back)]
+    ops += there
     if not is_last:
         ops.append(_message("send", "activation", stage + 1, outbound, where))
         ops.append(_message("recv", "gradient", stage + 1, outbound, where))
-    ops += chain.backward(stages[stage], batch, **known)
+    ops += back
     if not is_first:
         ops.append(_message("send", "gradient", stage - 1, inbound, where))
     return ops
+
+
+def is_compiled(job: Job) -> bool:
+    """Then a stage's pass is one op: its layers are not to be told apart any more."""
+    return job.spec.compile_stage not in (None, "none")
 
 
 def _beside(job: Job, stage: int) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """A job split by layers: each rank holds a run of layers; activations and gradients pass through torch.distributed."""
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import ClassVar
 
@@ -8,8 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from engine.job import Job
+from engine.modes.layer_split.plan import is_compiled
 from engine.real import models
 from engine.real.data import Batches
+from engine.real.stage_compiler import compiled
 from engine.real.training import Place, in_microsteps
 
 
@@ -24,7 +27,6 @@ class LayerSplit:
         self.job, self.stage, self.recorder = job, place.rank, place.recorder
         self.is_first, self.is_last = self.stage == 0, self.stage == place.world_size - 1
         self.chain = models.piece(models.build(job), job, self.stage).to(place.device)
-        self.chain.recorder = place.recorder
         self.optimizer = models.make_optimizer(job, self.chain.parameters())
         self.batches = Batches(job, 0, 1, place.device) if self.is_first or self.is_last else None
         like = {"device": place.device, "dtype": models.dtype_of(job.spec)}
@@ -34,6 +36,13 @@ class LayerSplit:
         if not self.is_last:
             shape = job.stages[self.stage][-1].output
             self.outbound = torch.empty(job.micro_batch, *shape, **like)  # for its gradient
+        self.compiled = is_compiled(job)
+        if self.compiled:
+            example = self.batches(0, 0, job.microsteps)[0] if self.is_first else torch.zeros_like(self.inbound)
+            example.requires_grad_(not self.is_first)
+            self.module = compiled(self.chain, example, job.spec.compile_stage)
+        else:
+            self.module, self.chain.recorder = self.chain, place.recorder
 
     def make_gradients(self, step: int) -> float | None:
         self.optimizer.zero_grad()
@@ -49,20 +58,26 @@ class LayerSplit:
                 inputs, targets = models.ends(inputs, targets, is_first=self.is_first, is_last=self.is_last)
         if not self.is_first:
             inputs = self._receive(self.inbound, "activation", self.stage - 1).detach().requires_grad_()
-        output = self.chain(inputs)
-        if self.is_last:
-            loss = self.chain.loss(output, targets, self.batches.per_sample) / count
-            self.chain.backward(loss)
-            sent = None
-        else:
+        sent = gradient = None
+        with self._whole("forward"):
+            output = self.module(inputs)
+            if self.is_last:
+                output = loss = self.chain.loss(output, targets, self.batches.per_sample) / count
+        if not self.is_last:
             sent = self._send(output.detach(), "activation", self.stage + 1)
             gradient = self._receive(self.outbound, "gradient", self.stage + 1)
+        with self._whole("backward"):
             self.chain.backward(output, gradient)
         returned = None if self.is_first else self._send(inputs.grad, "gradient", self.stage - 1)
         for work in (sent, returned):
             if work is not None:
                 work.wait()
         return None if loss is None else loss.item()
+
+    def _whole(self, kind: str) -> AbstractContextManager:
+        """Marks a stage's pass, where the chain does not mark each layer."""
+        where = {"stage": self.stage, "microbatch": max(self.recorder.microbatch, 0)}
+        return self.recorder.span(kind, **where) if self.compiled else nullcontext()
 
     def _send(self, tensor: torch.Tensor, payload: str, peer: int) -> dist.Work:
         tensor = tensor.contiguous()
