@@ -1,4 +1,4 @@
-"""Pictures of about 1,000 and 4,000 spans -> how long they take to build, how large they are, how smoothly they move.
+"""Pictures of 1,000 to 50,000 spans -> how long they take to build, how large they are, how smoothly they move.
 
     python -m bench.figures
 
@@ -23,6 +23,7 @@ from engine.spec import Spec
 from viz import player
 from viz.figures.moving import moving_picture
 from viz.figures.picture import picture_info
+from viz.figures.places import drawn
 from viz.locales import text
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -55,9 +56,9 @@ def pipeline_payload(stages: int, microbatches: int) -> tuple[int, float, dict[s
     job = prepare(spec)
     simulation = simulate(modes.plan(job), machine(spec.machine))
     begin = time.perf_counter()
-    info = picture_info(simulation.plan, job.layers, simulation.timeline)
-    payload = moving_picture(info, text("en"))
-    return len(info.rows.bars), time.perf_counter() - begin, payload
+    timeline = simulation.of_ranks(drawn(simulation.plan))
+    payload = moving_picture(picture_info(simulation.plan, job.layers, timeline), text("en"))
+    return len(timeline), time.perf_counter() - begin, payload
 
 
 def count_bytes(payload: dict[str, Any]) -> int:
@@ -93,7 +94,7 @@ def main() -> None:
     executable = find_browser()
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
         browser = playwright.chromium.launch(executable_path=executable, args=ARGUMENTS) if executable else None
-        for stages, microbatches in ((8, 23), (8, 90), (16, 44)):
+        for stages, microbatches in ((8, 23), (8, 90), (16, 44), (64, 512)):
             spans, seconds, payload = pipeline_payload(stages, microbatches)
             size = count_bytes(payload)
             rate = f"{frames_per_second(open_page(browser, payload, Path(folder))):.0f}" if browser else "no browser"

@@ -310,3 +310,16 @@ def test_tokens_come_from_the_ranks_of_one_replica_alone():
         for rank in range(4)
     ]
     assert came == [4 * HIDDEN * 4 * (1 + 2), 0, 4 * HIDDEN * 4 * (3 + 4), 0]
+
+
+def test_blocks_of_all_stages_are_cut_once(monkeypatch: pytest.MonkeyPatch):
+    """However many layers a model has: the embedding, the head, a block, and one whose output goes to another stage."""
+    from engine.modes.tensor import plan as tensor
+
+    cut, backward = [], tensor.backward
+    monkeypatch.setattr(tensor, "backward", lambda job, layer: cut.append(layer.name) or backward(job, layer))
+    job = job_of({"pp": 4, "tp": 2}, layers=22, microbatches=4)
+    plan = modes.plan(job)
+    assert len(cut) == 4 and len({op.part for program in plan.programs for op in program.ops}) > 22
+    for rank, program in enumerate(plan.programs):
+        assert {op.stage for op in program.ops if op.kind in ("forward", "all_reduce") and op.axis != "dp"} == {rank}
