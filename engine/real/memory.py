@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from engine.cost.memory import CATEGORIES
 from engine.job import Job
 from engine.real.recompute import Again
-from engine.real.training import Place, Training, update
+from engine.real.training import Place, Training, sharded_groups, update
 
 KINDS = {
     "parameters": _MemRefType.PARAM,
@@ -69,8 +69,8 @@ class Ledger(MemTracker):
     """MemTracker, with our categories. `held`: the most bytes of each.
 
     Activations are counted when a backward pass begins and whenever a layer has been computed again, when most are
-    kept: what exists during an op only is not kept.
-    Gradients and optimizer state are counted when they are complete.
+    kept: what exists during an op only is not kept. Gradients are counted when a backward pass begins or is over, and
+    they and optimizer state when all is done.
     """
 
     def __init__(self, device: torch.device, training: Training):
@@ -80,16 +80,27 @@ class Ledger(MemTracker):
         self.held = dict.fromkeys(CATEGORIES, 0)
         if (batches := getattr(training, "batches", None)) is not None:
             self.mark(vars(batches).values(), OUTSIDE)
+        self.chains = getattr(training, "chains", None) or {0: getattr(training, "chain", None)}
+        self.mark(places_of_messages(training), _MemRefType.OTH)
         self.settle()
 
     def settle(self) -> None:
         """Between passes: whatever is a parameter, a gradient or optimizer state by now counts as such."""
-        parameters, optimizer = self.training.held().values(), self.training.optimizer
+        optimizer = self.training.optimizer
         own = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
-        self.mark(parameters, _MemRefType.PARAM)
-        self.mark([parameter.grad for parameter in parameters], _MemRefType.GRAD)
+        self.mark(self.training.held().values(), _MemRefType.PARAM)
         self.mark([value for state in own.state.values() for value in state.values()], _MemRefType.OPT)
-        self._count("parameters", "gradients", "optimizer")
+        self._count("parameters", "optimizer")
+        self._count_gradients()
+
+    def _count_gradients(self) -> None:
+        """Those of shards, and of sharded layers those that wait whole to be reduced."""
+        self.mark([parameter.grad for parameter in self.training.held().values()], _MemRefType.GRAD)
+        for group in (group for chain in self.chains.values() if chain for group in sharded_groups(chain)):
+            for each in group.fsdp_params:  # whichever of its two parameters the layer has just then
+                both = (each.sharded_param, getattr(each, "_unsharded_param", None))
+                self.mark([parameter.grad for parameter in both if parameter is not None], _MemRefType.GRAD)
+        self._count("gradients")
 
     def mark(self, tensors: Iterable[Any], kind: _MemRefType) -> None:
         for tensor in tensors:
@@ -109,6 +120,8 @@ class Ledger(MemTracker):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its op on the local tensors comes next
         task = torch._C._current_graph_task_id()
+        if task != self.task:
+            self._count_gradients()
         # A backward pass begins, or all that a layer needs to go back is there again.
         if task not in (-1, self.task) or Again.done != self.again:
             self._count("activations")
@@ -134,6 +147,15 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from tensors_in(value)
+
+
+def places_of_messages(training: Training) -> Iterator[torch.Tensor]:
+    """What a pipeline's messages are received into: it is there before the first of them comes."""
+    stages = {stage.stage_index: stage for stage in getattr(training, "stages", ())}
+    for index, stage in stages.items():
+        for ways, other in ((stage.args_recv_info, index - 1), (stage.grad_recv_info, index + 1)):
+            if other not in stages:
+                yield from (each.buffer for infos in ways.values() for each in infos)
 
 
 class InTurn:

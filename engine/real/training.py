@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,17 +91,19 @@ def forget_forward(chain: nn.Module) -> None:
     """
     for module in chain.modules():
         if isinstance(module, FSDPModule):
-            _forget_turn(module)
-
-
-def _forget_turn(module: FSDPModule) -> None:
-    module.reshard()
-    state = module._get_fsdp_state()
-    # torch before 2.13 has one group a module, or none.
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    for group in filter(None, groups):
+            module.reshard()
+    for group in sharded_groups(chain):
         group._post_forward_indices.clear()
         group.comm_ctx.post_forward_order.clear()
+
+
+def sharded_groups(chain: nn.Module) -> Iterator[Any]:
+    """fully_shard's groups of parameters in a chain; torch before 2.13 has one a module, or none."""
+    for module in chain.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            known = hasattr(state, "_fsdp_param_groups")
+            yield from filter(None, state._fsdp_param_groups if known else [state._fsdp_param_group])
 
 
 def in_microsteps(job: Job, recorder: Recorder, one_pass: Callable[[int, int], Any]) -> list[Any]:

@@ -8,7 +8,9 @@ import pytest
 
 from engine import schedules
 from engine.cost.memory import CATEGORIES, by_category, errors
+from engine.modes.hybrid.whole import most_gathered, most_gradients
 from engine.predict import predict
+from engine.schedules import Action
 from engine.spec import MODES, Spec
 from tests.engine.proof import finished
 
@@ -130,6 +132,39 @@ def test_a_second_micro_step_keeps_no_more_than_the_first(schedule, more):
     assert [held["activations"] for held in once] == [held["activations"] for held in twice]
 
 
+def test_stages_that_are_sharded_are_whole_as_long_as_their_rank_computes_with_them():
+    """Two stages, of layers of 4, 1 and 2 bytes and of 3 and 3. Gathered in the background, the first takes what all of
+    its layers were gathered into, and its largest layer beside; then it is given up while the other is there."""
+    sizes = {0: [4, 1, 2], 1: [3, 3]}
+    row = [
+        Action(*each)
+        for each in (
+            ("unshard", 0, None), ("forward", 0, 0), ("unshard", 1, None), ("reshard", 0, None), ("forward", 1, 0),
+            ("backward", 1, 0), ("reduce_grad", 1, None), ("unshard", 0, None), ("backward", 0, 0),
+            ("reduce_grad", 0, None),
+        )
+    ]  # fmt: skip
+    assert most_gathered(row, sizes, 2) == 7 + 6
+    assert most_gathered(row[:2], sizes, 2) == 7 + 4
+    assert most_gathered(row, sizes, 1) == 7  # of one shard nothing is gathered; a copy is made when it is needed
+    whole, shards = {0: 7, 1: 6}, {0: 4, 1: 3}
+    assert most_gradients(row, whole, shards, added=False) == 7 + 3
+    assert most_gradients(row, whole, shards, added=True) == 7 + 7
+    assert most_gradients(row[:6], whole, shards, added=False) == 6
+
+
+def test_a_stage_that_gathers_layer_by_layer_has_the_layer_before_twice():
+    row = [Action("forward", 0, 0), Action("backward", 0, 0), Action("reduce_grad", 0, None)]
+    assert most_gathered(row, {0: [4, 1, 2]}, 2) == 4 + 1 + 2 + (1 + 2)
+    assert most_gathered(row, {0: [4, 3, 1]}, 2) == 4 + 3 + (4 + 3)
+    assert most_gathered(row, {0: [4, 3, 1]}, 1) == 8
+
+
+def test_gradients_of_an_embedding_are_whole_on_each_tensor_rank():
+    for held in planned(mode="tensor", devices=2, **GPT):
+        assert held["gradients"] == held["parameters"] + 4 * VOCABULARY * 32 // 2
+
+
 # --- measured -------------------------------------------------------------------------------------------------------
 
 EXACT = ("parameters", "gradients", "optimizer")
@@ -142,7 +177,11 @@ CASES = {
     "ddp": ("ddp", 2, MLP | {"bucket_mb": 0.2}),
     "zero1": ("zero1", 3, MLP | {"optimizer": "adamw", "precision": "bf16"}),
     "zero2": ("zero2", 3, MLP),
-    "fsdp": ("fsdp", 4, MLP | {"hidden": 30}),  # 30 rows on 4 ranks: 8, 8, 8 and 6; the output's 10: 3, 3, 3 and 1
+    "fsdp": (
+        "fsdp",
+        4,
+        MLP | {"hidden": 30, "accumulate": 2},
+    ),  # 30 rows on 4 ranks: 8, 8, 8 and 6; the output's 10: 3, 3, 3 and 1
     "hsdp": ("hsdp", 4, MLP | {"optimizer": "adamw"}),
     "layer_split": ("layer_split", 3, MLP),
     "layer_split-bf16": ("layer_split", 2, GPT | {"precision": "bf16"}),
@@ -152,6 +191,8 @@ CASES = {
     "zbv": ("pipeline", 2, MLP | {"layers": 7, "schedule": "zbv"}),
     "zbv-bf16": ("pipeline", 2, GPT | {"schedule": "zbv", "precision": "bf16"}),
     "1f1b of tensor ranks": ("hybrid", 4, GPT | {"pp": 2, "tp": 2, "schedule": "1f1b", "microbatches": 8}),
+    "sharded stages": ("hybrid", 4, GPT | {"pp": 2, "fsdp": 2, "schedule": "interleaved_1f1b", "accumulate": 2}),
+    "replicas of stages": ("hybrid", 4, GPT | {"pp": 2, "dp": 2, "schedule": "1f1b", "accumulate": 2}),
     "tensor": ("tensor", 2, GPT),
     "tensor-bf16": ("tensor", 2, GPT | {"precision": "bf16"}),
     "sequence": ("sequence", 2, GPT | {"precision": "bf16"}),

@@ -82,7 +82,9 @@ def test_a_rank_holds_its_shards_and_all_of_norms_and_positions(mode, devices):
     memory = modes.plan(job_of(mode, devices, optimizer="adamw")).programs[0].memory
     size = 4 * (cut // devices + kept)
     counters = 4 * (6 * LAYERS + 4)  # AdamW's, of steps
-    assert memory == {"parameters": size, "gradients": size, "optimizer": 2 * size + counters}
+    rows = 4 * VOCABULARY * HIDDEN  # of which autograd gives each rank the whole gradient
+    gradients = size - rows // devices + rows
+    assert memory == {"parameters": size, "gradients": gradients, "optimizer": 2 * size + counters}
 
 
 @pytest.mark.parametrize("mode", ["tensor", "sequence"])
@@ -182,10 +184,12 @@ def one_of_many(monkeypatch):
         ("tensor", 64, {"model": "mlp", "layers": 5, "hidden": 128, "heads": None, "context": None}),
     ],
 )
-def test_pytorch_would_do_the_same_on_many_ranks(mode, devices, settings, one_of_many, tmp_path):
-    """The same collectives in the same order, of as many bytes; and as many bytes of what stays in memory."""
+def test_pytorch_would_do_the_same_on_many_ranks(mode, devices, settings, one_of_many, tmp_path, monkeypatch):
+    """The same collectives in the same order, of as many bytes; and as many bytes of what stays in memory, of gradients
+    before they are laid out as their parameters are."""
     import torch
 
+    from engine.modes.tensor import run
     from engine.real.recorder import Recorder
     from engine.real.training import Place
 
@@ -194,13 +198,21 @@ def test_pytorch_would_do_the_same_on_many_ranks(mode, devices, settings, one_of
     calls = one_of_many(devices)
     recorder = Recorder(tmp_path / "spans", 1, 0, enabled=False)
     training = modes.run(mode).training(job, Place(1, devices, torch.device("cpu"), recorder, tmp_path))
+    lay_out, gradients = run.lay_out_gradients, []
+
+    def seen(parameters) -> None:
+        parameters = list(parameters)
+        gradients.extend(p.grad for p in parameters)
+        lay_out(parameters)
+
+    monkeypatch.setattr(run, "lay_out_gradients", seen)
     calls.clear()
     training.make_gradients(0)
     training.optimizer.step()
     assert calls == [(op.kind, op.bytes) for op in planned.ops if op.axis]
     parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
     momenta = [training.optimizer.state[p]["momentum_buffer"] for p in parameters]
-    tensors = {"parameters": parameters, "gradients": [p.grad for p in parameters], "optimizer": momenta}
+    tensors = {"parameters": parameters, "gradients": gradients, "optimizer": momenta}
     assert planned.memory == {name: sum(map(_local_bytes, held)) for name, held in tensors.items()}
 
 

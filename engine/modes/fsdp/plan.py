@@ -15,6 +15,7 @@ from engine.modes.fsdp.norms import norm_sums
 from engine.modes.fsdp.replicas import replicas_of
 from engine.modes.fsdp.turns import prefetched
 from engine.modes.fsdp.units import equal_ranks, gathered_bytes, padded_bytes, shard
+from engine.modes.tensor.shards import gradient_bytes
 from engine.plan import Mesh, Op, Plan, Program
 from engine.shapes import FP32, Layer
 
@@ -100,10 +101,9 @@ def sharded_programs(
 ) -> tuple[list[Program], list[int]]:
     """Its programs, and which each coordinate on fsdp runs. `tokens`: in words those that are loaded, if not all."""
     held = dict(enumerate(layers))
-    steps = chain.microsteps(job, passes)
-    steps = [replace(op, part=tokens) if op.kind == "load" else op for op in steps]
+    steps = [replace(op, part=tokens) if op.kind == "load" else op for op in chain.microsteps(job, passes)]
     waits = job.microsteps > 1 and not job.spec.sync_every_microstep
-    whole = sum(layer.param_bytes for layer in held.values()) if waits else 0
+    whole = sum(gradient_bytes(job, layer) for layer in held.values()) if waits else 0
     return sharing(job, mesh, held, lambda update: (*steps, *update), {"gathered": gathered}, least=whole)
 
 

@@ -17,6 +17,7 @@ from engine.modes.fsdp.plan import passes_twice, shard_of, sharded_programs, sha
 from engine.modes.fsdp.replicas import is_shared
 from engine.modes.hybrid.cuts import Seat, held, seat_of, tokens_of, units_of
 from engine.modes.hybrid.stages import in_stages
+from engine.modes.tensor.shards import gradient_bytes
 from engine.plan import AXES, Mesh, Op, Plan, Program
 from engine.presets import family
 
@@ -83,7 +84,9 @@ def _whole(job: Job, mesh: Mesh, seat: Seat) -> tuple[list[Program], list[int]]:
     steps = chain.microsteps(job, lambda k, synced: _alone(units))
     steps = [replace(op, part=tokens) if op.kind == "load" else op for op in steps]
     sums = [op for unit in units for op in unit.sums]
-    return sharing(job, mesh, dict(enumerate(layers)), lambda update: (*steps, *sums, *update), {"gathered": 0})
+    whole = sum(gradient_bytes(job, layer) for layer in layers)
+    known = {"memory": {"gathered": 0}, "least": whole}
+    return sharing(job, mesh, dict(enumerate(layers)), lambda update: (*steps, *sums, *update), **known)
 
 
 def _alone(units: Sequence[chain.Unit]) -> list[Op]:

@@ -14,12 +14,14 @@ from engine import chain, schedules
 from engine.job import Job
 from engine.modes.fsdp.plan import gather, reduce, sharing
 from engine.modes.fsdp.replicas import is_shared
-from engine.modes.fsdp.units import gathered_bytes
+from engine.modes.fsdp.units import gathered_bytes, padded_bytes
 from engine.modes.hybrid.cuts import Seat, held, output_of, tokens_of, units_of
+from engine.modes.hybrid.whole import most_gathered, most_gradients
 from engine.modes.pipeline.memory import beside
 from engine.modes.pipeline.passes import halves, recomputes, samples_of
 from engine.modes.pipeline.plan import ONE_STAGE, in_microsteps, load
 from engine.modes.tensor.cuts import Blocks
+from engine.modes.tensor.shards import gradient_bytes
 from engine.plan import Mesh, Op, Program
 from engine.schedules import Action, given, messages
 from engine.schedules.gathers import add_gathers
@@ -67,7 +69,8 @@ def in_stages(
         def ops(update: Sequence[Op], row=row, unrolled=unrolled, before=before, sums=sums) -> Sequence[Op]:
             return in_microsteps(job, row, unrolled, before, [*sums, *update])
 
-        memory = _memory(job, mesh, kept) | beside(job, stages, pipelines, ends)
+        memory = _memory(job, mesh, row, {stage: [layers[i] for i in job.stage_layers[stage]] for stage in stages})
+        memory |= beside(job, stages, pipelines, ends)
         several = tuple(stage_of[i] for i in kept) if len(stages) > 1 else ()
         yield rank, sharing(job, mesh, kept, ops, memory, several)
 
@@ -181,11 +184,18 @@ def _gathering_first(actions: Sequence[Action], passes: Passes) -> list[Action]:
     return [*row, Action("reduce_grad", stage, None)]
 
 
-def _memory(job: Job, mesh: Mesh, kept: dict) -> dict[str, int]:
-    """Layers that are whole until the step ends, and gradients of their size, where there is a mesh to share them. In a
-    group of one these are the shards' own."""
+def _memory(job: Job, mesh: Mesh, row: Sequence[Action], layers: dict[int, Sequence[Layer]]) -> dict[str, int]:
+    """What a rank holds whole of the layers of its stages, and of their gradients."""
     ranks = mesh.degree("fsdp")
-    size = sum(gathered_bytes(layer, ranks) for layer in kept.values())
+    sizes = {stage: [gathered_bytes(layer, ranks) for layer in each] for stage, each in layers.items()}
     if job.spec.master_weights:  # Megatron-LM's distributed optimizer: only its state is shared
+        size = sum(map(sum, sizes.values()))
         return {"parameters": size, "gradients": FP32 // job.item * size}
-    return {"gathered": size * (2 if ranks > 1 else 1) if is_shared(mesh) else 0}
+    whole = {stage: sum(gradient_bytes(job, layer) for layer in each) for stage, each in layers.items()}
+    if not is_shared(mesh):
+        return {"gathered": 0, "gradients": sum(whole.values())}
+    shards = {stage: sum(padded_bytes(layer, ranks) for layer in each) for stage, each in layers.items()}
+    return {
+        "gathered": most_gathered(row, sizes, ranks),
+        "gradients": most_gradients(row, whole, shards, added=job.microsteps > 1),
+    }

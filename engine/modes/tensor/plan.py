@@ -11,7 +11,7 @@ from engine import chain
 from engine.job import Job
 from engine.modes.tensor.cuts import Cut, Way, collective, names_in, units
 from engine.modes.tensor.pieces import decoder, dense, halves, logits_of, loss, with_loss
-from engine.modes.tensor.shards import held, parameters_in, piece, styles
+from engine.modes.tensor.shards import gradient_bytes, held, parameters_in, piece, styles
 from engine.plan import Mesh, Op, Plan, Program
 from engine.shapes import Layer
 
@@ -46,6 +46,8 @@ def assemble(job: Job, forward: Way, backward: Way, after: Iterable[Op]) -> Plan
     ops += [*(after if ranks > 1 else []), *clip, chain.optimizer(layers, job.spec)]
     shares = tuple(mine.param_bytes / layer.param_bytes for mine, layer in zip(layers, job.layers, strict=True))
     memory = chain.standing_memory(layers, job.spec)
+    if not job.spec.master_weights:
+        memory["gradients"] = sum(gradient_bytes(job, layer) for layer in layers)
     program = Program(tuple(ops), tuple(range(len(layers))), memory, shares=shares if job.degree("tp") > 1 else ())
     return Plan(Mesh(("tp",), (ranks,)), (program,), (0,) * ranks, tuple(layer.name for layer in layers))
 

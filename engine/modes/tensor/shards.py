@@ -7,6 +7,7 @@ each rank embeds the tokens that it has, and computes their logits.
 
 import dataclasses
 import functools
+import math
 import types
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
@@ -69,6 +70,14 @@ def _held(job: Job) -> Iterator[Layer]:
         if (like, layer.params) not in cut:
             cut[like, layer.params] = tuple((name, local(layer, name, shape)) for name, shape in layer.params)
         yield dataclasses.replace(layer, params=cut[like, layer.params])
+
+
+def gradient_bytes(job: Job, layer: Layer) -> int:
+    """Of a layer of `held`, its gradients as autograd leaves them: each rank gets those of all rows of an embedding,
+    though it keeps its own."""
+    rows = [shape for name, shape in layer.params if styles(job).get(f"{layer.name}.{name[:-7]}") == "vocabulary"]
+    others = 0 if job.spec.master_weights else job.degree("tp") - 1
+    return layer.param_bytes + others * layer.item * sum(map(math.prod, rows))
 
 
 def piece(
