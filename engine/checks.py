@@ -9,7 +9,6 @@ import math
 
 from engine import schedules
 from engine.faults import FAULTS, WITH_PEERS, Fault
-from engine.meshes import check_options
 from engine.modes.context.deal import num_chunks
 from engine.plan import AXES
 from engine.presets import family
@@ -64,7 +63,6 @@ def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
         return check_context(spec)
     if spec.mode == "hybrid":
         _check_expert_axis(spec)
-        check_options(spec)
         spec = _check_context_axis(_check_sequences(spec))
     if spec.mode == "expert" and spec.experts % spec.devices:
         raise _experts_left(spec)

@@ -1,4 +1,4 @@
-"""Degrees as asked for -> those of every axis, which together make the number of devices; and what an axis cannot."""
+"""Degrees as asked for -> those of every axis, which together make the number of devices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from engine.plan import AXES
 from engine.presets import family
 from engine.rules import SpecError
-from engine.settings import MODE_SETTINGS, REASONS
+from engine.settings import MODE_SETTINGS
 from engine.spec import MAX_DEVICES, Spec
 
 FIRST_TO_GROW = ("fsdp", "dp", "tp", "pp")  # which axis is proposed for devices that no degree speaks for
@@ -38,10 +38,3 @@ def fill_degrees(spec: Spec) -> Spec:
         raise SpecError("degrees_left", free[0], None, suggest=[rest], **names)
     filled = dict.fromkeys(axes, 1) | given | (dict.fromkeys(free, rest) if rest > 1 else {})
     return spec.with_(**filled)
-
-
-def check_options(spec: Spec) -> None:
-    """What one axis of a mesh cannot, the mesh cannot."""
-    if spec.model == "moe" and spec.recompute == "full":
-        values = {"mode": spec.mode, "reason": REASONS["recompute"]["expert"]}
-        raise SpecError("option_of_mode", "recompute", spec.recompute, **values)

@@ -83,7 +83,7 @@ OPTIONS = {
     "find_unused": (False, ("ddp",)),
     "compress": ("none", ("ddp",)),
     "compress_rank": (None, ("ddp",)),  # of powersgd alone
-    "recompute": ("none", tuple(mode for mode in MODE_SETTINGS if mode != "expert")),
+    "recompute": ("none", tuple(MODE_SETTINGS)),
     "precision": ("fp32", tuple(MODE_SETTINGS)),
     "clip": (None, tuple(MODE_SETTINGS)),
 }
@@ -92,9 +92,6 @@ for _option, (_default, _modes) in OPTIONS.items():
         MODE_SETTINGS[_mode][_option] = _default
 # Why a mode has not got an option that one might look for there.
 REASONS = {
-    "recompute": {
-        "expert": "a layer would repeat its collectives, which are not planned",
-    },
     "masked": {"local_sgd": "no gradients are reduced"},
     "sync_every_microstep": {
         "single": "one device has nobody to reduce gradients with",

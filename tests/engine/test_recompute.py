@@ -245,13 +245,6 @@ def test_a_copy_of_a_module_is_computed_again_as_itself():
     assert all(parameter.grad is None for parameter in chain.parameters())
 
 
-@pytest.mark.parametrize("mode", ["expert"])
-def test_where_it_is_not_done_it_is_refused_with_the_reason(mode):
-    with pytest.raises(SpecError) as error:
-        plan_of(mode, "full", **{"model": "moe" if mode == "expert" else "gpt"})
-    assert error.value.code == "option_of_mode"
-
-
 @pytest.mark.parametrize(("model", "recompute"), [("mlp", "full"), ("cnn", "full"), ("cnn", "selective")])
 def test_torch_computes_again_the_products_that_are_planned(model, recompute):
     """Counted by torch itself, in a backward pass with and without: a product at a layer's end is not repeated, and no
@@ -291,8 +284,40 @@ def test_a_block_of_experts_is_computed_again_whole():
         )
         assert forward - again == (16 * 2 * 16 * 4 * 32 * 32 if model == "gpt" else 0)
     with pytest.raises(SpecError) as error:
-        prepare(Spec(mode="hybrid", devices=2, dp=2, recompute="full", **TEXT | {"model": "moe"}))
-    assert (error.value.code, error.value.setting) == ("option_of_mode", "recompute")
+        prepare(Spec(mode="expert", devices=2, recompute="selective", **TEXT | {"model": "moe"}))
+    assert (error.value.code, error.value.setting) == ("option_of_model", "recompute")
+
+
+EXPERTS = {"model": "moe", "experts": 4}
+
+
+def test_tokens_travel_again_to_the_experts_and_back():
+    """Before anything goes back: what experts put out is weighted last, and backward needs it for the weights. Counts
+    are exchanged again, too; then gradients travel as ever."""
+    back = ["backward combine", "all_to_all combine", "backward experts", "all_to_all dispatch", "backward attention"]
+    again = ["recompute attention", "all_to_all counts", "recompute dispatch", "all_to_all dispatch"]
+    again += ["recompute experts", "all_to_all combine", "recompute combine"]
+    assert back_through_block2("expert", "none", **EXPERTS) == back
+    assert back_through_block2("expert", "full", **EXPERTS) == again + back
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("mode", "devices", "settings"),
+    [
+        ("expert", 2, {}),
+        ("expert", 4, {"accumulate": 2}),
+        ("hybrid", 4, {"dp": 2, "ep": 2}),
+        ("hybrid", 4, {"fsdp": 2, "ep": 2}),
+        ("hybrid", 2, {"dp": 2}),
+        ("hybrid", 4, {"pp": 2, "ep": 2, "microbatches": 4, "schedule": "zbv", "layers": 6}),
+        ("hybrid", 8, {"pp": 2, "dp": 2, "ep": 2, "microbatches": 2}),
+    ],
+)
+def test_experts_on_other_ranks_compute_again_what_they_were_sent(mode, devices, settings, launcher, runs_dir):
+    """As many as their routers counted, once a pass: else the second micro-step would be planned with the first's."""
+    spec = Spec(mode=mode, devices=devices, recompute="full", **TEXT | EXPERTS | settings, steps=4, device="cpu")
+    holds(finished(spec, launcher, runs_dir))
 
 
 @pytest.mark.real

@@ -13,12 +13,12 @@ from engine.modes.ddp.buckets import DEFAULT_BUCKET_MB, buckets
 from engine.modes.ddp.plan import all_reduces, bucket_order
 from engine.modes.expert.pieces import INT64, pieces
 from engine.modes.expert.shares import held, replicated
+from engine.modes.tensor.cuts import Cut, Way, names_in, units
 from engine.modes.tensor.shards import piece
 from engine.plan import Mesh, Op, Plan, Program
 from engine.shapes import Layer, num_experts
 
 EXPERTS = ".experts"
-Cut = list[Layer | Op]  # pieces of a layer, for one sample, and the collectives between them, for all of a rank's
 
 
 def plan(job: Job, step: int) -> Plan:
@@ -49,15 +49,14 @@ def _program(job: Job, step: int, mesh: Mesh, rank: int) -> Program:
 
     def passes(k: int, synced: bool) -> list[Op]:
         ops = bucket_order(whole, axis) if step == 1 and k == 0 else []
-        for layer in layers:
-            for item in forward(job, layer, arrivals(job, layer, group, place, batch, k), batch):
-                ops += chain.forward([item], batch) if isinstance(item, Layer) else [item]
-        for layer in reversed(layers):
-            for item in backward(job, layer, arrivals(job, layer, group, place, batch, k), batch):
-                ops += chain.backward([item], batch) if isinstance(item, Layer) else [item]
-                if averaged and synced and isinstance(item, Layer) and item.name.endswith(EXPERTS):
-                    ops.append(_average(item))
-            ops += all_reduces(whole, layer.name, axis) if synced else []
+        cut = units(job, layers, batch, *ways(job, group, place, batch, k))
+        ops += [op for unit in cut for op in unit.forward]
+        for unit in reversed(cut):
+            for op in unit.backward:
+                ops.append(op)
+                if averaged and synced and op.kind == "backward" and op.part.endswith(EXPERTS):
+                    ops.append(_average(op.part, unit.layer))
+            ops += all_reduces(whole, unit.layer.name, axis) if synced else []
         return ops
 
     ops = chain.microsteps(job, passes)
@@ -70,10 +69,10 @@ def _program(job: Job, step: int, mesh: Mesh, rank: int) -> Program:
     return Program(tuple(ops), tuple(range(len(layers))), memory, shares=shares if shared else ())
 
 
-def _average(experts: Layer) -> Op:
+def _average(part: str, layer: Layer) -> Op:
     """Of the gradients of a block's experts, over those that hold the same ones; in the background, as a bucket's."""
-    where = {"part": experts.name, "payload": "gradient", "axis": "dp"}
-    return Op(kind="all_reduce", bytes=experts.param_bytes, asynchronous=True, **where)
+    where = {"part": part, "payload": "gradient", "axis": "dp"}
+    return Op(kind="all_reduce", bytes=piece(layer, "", "experts", output=()).param_bytes, asynchronous=True, **where)
 
 
 def arrivals(job: Job, layer: Layer, group: Sequence[int], place: int, samples: int, turn: int = 0) -> int:
@@ -93,8 +92,15 @@ def _copies(job: Job, samples: int) -> int:
 def parts(job: Job, kind: str, name: str) -> tuple[str, ...]:
     """Names of the pieces of layer `name` in a pass of this kind."""
     (layer,) = [layer for layer in job.layers if layer.name == name]
-    cut = (forward if kind == "forward" else backward)(job, layer, 0, 1)
-    return tuple(item.name for item in cut if isinstance(item, Layer))
+    return names_in(job, layer, ways(job, (0,), 0, 1), kind)
+
+
+def ways(job: Job, group: Sequence[int], place: int, samples: int, turn: int = 0) -> tuple[Way, Way]:
+    """Forward and backward through a layer, in a pass of so many samples of each rank of a group."""
+    return tuple(
+        lambda job, layer, cut=cut: cut(job, layer, arrivals(job, layer, group, place, samples, turn), samples)
+        for cut in (forward, backward)
+    )
 
 
 def forward(job: Job, layer: Layer, arrived: int, samples: int) -> Cut:

@@ -6,7 +6,7 @@ sequences are dealt out over cp, attention is cut as it is there, each tensor ra
 experts are shared out over ep, they are a unit of their own: other ranks have the same ones than of the rest.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from engine.modes.tensor import shards
 from engine.modes.tensor.cuts import Blocks, Cut, Way, names_in, units
 from engine.modes.tensor.pieces import decoder
 from engine.modes.tensor.shards import piece
-from engine.plan import Mesh, Op
+from engine.plan import Mesh
 from engine.shapes import FP32, Layer, num_experts
 
 
@@ -60,7 +60,9 @@ def units_of(
     `sent`: the last output goes on to another stage. `stays`: all are there until a later half of the backward.
     `blocks`: what has been cut for this seat."""
     if job.degree("ep") > 1:
-        return [unit for layer in layers for unit in _experts_apart(job, layer, samples, seat, stage, turn)]
+        cut = expert.ways(job, seat.experts, seat.ep, samples, turn)
+        made = units(job, layers, samples, *cut, stage=stage, sent=sent, stays=stays)
+        return [part for unit in made for part in _experts_apart(unit)]
     known = {"stage": stage, "sent": sent, "stays": stays, "blocks": blocks}
     made = units(job, layers, samples, *ways(job, samples, seat.cp), **known)
     if not job.spec.sequence_parallel:
@@ -68,37 +70,24 @@ def units_of(
     return [replace(unit, sums=sequence.norm_gradients(unit.layer)) for unit in made]
 
 
-def _experts_apart(
-    job: Job, layer: Layer, samples: int, seat: Seat, stage: int | None, turn: int
-) -> Sequence[chain.Unit]:
-    """What comes before a block's experts, and these and what follows. Where tokens go is known of each pass."""
+def _experts_apart(unit: chain.Unit) -> Sequence[chain.Unit]:
+    """What comes before a block's experts, and these and what follows."""
+    layer = unit.layer
     if not num_experts(layer):
-        return chain.units([layer], samples, stage=stage or 0, spec=job.spec)
-    arrived = expert.arrivals(job, layer, seat.experts, seat.ep, samples, turn)
-    ways = ((expert.forward, chain.forward), (expert.backward, chain.backward))
-    there, back = (
-        [_done(item, way, samples, stage) for item in cut(job, layer, arrived, samples)] for cut, way in ways
+        return [unit]
+    name = f"{layer.name}{expert.EXPERTS}"
+    begins, ends = (
+        next(i for i, op in enumerate(ops) if (op.kind, op.part) == (kind, name))
+        for kind, ops in (("forward", unit.forward), ("backward", unit.backward))
     )
-    begins = next(i for i, op in enumerate(there) if op.part == f"{layer.name}{expert.EXPERTS}")
-    ends = next(i for i, op in enumerate(back) if op.part == f"{layer.name}{expert.EXPERTS}") + 1
     rest, experts = [], []
-    for name, shape in layer.params:
-        (experts if name.startswith("experts.") else rest).append((name, shape))
+    for key, shape in layer.params:
+        (experts if key.startswith("experts.") else rest).append((key, shape))
+    inner = Layer(name, tuple(experts), 0, layer.output, 0, layer.item)
     return (
-        chain.Unit(replace(layer, params=tuple(rest)), tuple(there[:begins]), tuple(back[ends:])),
-        chain.Unit(
-            Layer(f"{layer.name}{expert.EXPERTS}", tuple(experts), 0, layer.output, 0, layer.item),
-            tuple(there[begins:]), tuple(back[:ends]), inner=True,
-        ),
-    )  # fmt: skip
-
-
-def _done(item: Layer | Op, way: Callable[..., list[Op]], samples: int, stage: int | None) -> Op:
-    """A piece, or an exchange of so many copies as there are."""
-    if isinstance(item, Op):
-        return replace(item, stage=stage)
-    (op,) = way([item], samples, stage=stage or 0)
-    return op
+        chain.Unit(replace(layer, params=tuple(rest)), unit.forward[:begins], unit.backward[ends + 1 :]),
+        chain.Unit(inner, unit.forward[begins:], unit.backward[: ends + 1], inner=True),
+    )
 
 
 def parts(job: Job, kind: str, name: str, *, seat: Seat) -> tuple[str, ...]:

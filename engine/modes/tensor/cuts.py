@@ -32,7 +32,7 @@ def units(
     """Layers of `held`, each cut where its ranks meet. In a pipeline they, and their collectives, are of a stage, and
     the last output may be sent on, or all be there until a later half of the backward. `blocks`: what has been cut of
     this job, and is not cut again."""
-    if job.degree("tp") == job.degree("cp") == 1:
+    if job.degree("tp") == job.degree("cp") == job.degree("ep") == 1:
         return chain.units(layers, samples, stage=stage or 0, spec=job.spec, sent=sent, stays=stays)
     out: list[chain.Unit] = []
     blocks = {} if blocks is None else blocks
@@ -55,7 +55,7 @@ def units(
             ahead.append(dataclasses.replace(op, saved=(kept[item.name] + copied) * samples))
         again = _again(job, layer, there, samples, stage, sent=last)
         for item in back:
-            if isinstance(item, Layer) and item.params:  # the first one that needs what forward made
+            if isinstance(item, Layer) and needs_forward(item):
                 behind, again = behind + again, []
             if isinstance(item, Op):
                 behind.append(_of_batch(item, "gradient", samples, stage, _waited(job)))
@@ -92,13 +92,18 @@ def _again(job: Job, layer: Layer, cut: Cut, samples: int, stage: int | None, *,
         last = [item for item in cut if isinstance(item, Layer) and kept[item.name]][-1]
         summed = layer.output_bytes if job.degree("tp") > 1 else 0  # kept beside what it is a sum of
         change = summed if job.spec.recompute == "selective" else -last.left
-        change += 0 if last.params and not sent else last.output_bytes  # what has no parameters goes back before
+        change += 0 if needs_forward(last) and not sent else last.output_bytes  # what needs nothing goes back before
         ops[-1] = dataclasses.replace(ops[-1], saved=ops[-1].saved + change * samples)
     less = 0  # what goes with an op is gone before the next one's is there
     for i, op in enumerate(ops):
         ops[i] = dataclasses.replace(op, saved=max(0, op.saved + less))
         less = min(0, op.saved + less)
     return ops
+
+
+def needs_forward(piece: Layer) -> bool:
+    """Whether the way back through a piece needs what forward made; a sum of two, which is all it keeps, does not."""
+    return bool(piece.params) or piece.saved > piece.output_bytes
 
 
 def kept_by(job: Job, layer: Layer, cut: Cut) -> dict[str, int]:
