@@ -71,8 +71,7 @@ def test_what_is_sent_is_kept_by_its_sender_though_the_next_layer_keeps_a_copy()
         planned(mode=mode, devices=devices, global_batch=48, **GPT, precision="bf16")
         for mode, devices in (("single", 1), ("layer_split", 2))
     )
-    sent, logits = 48 * 16 * 32 * 2, 48 * 16 * VOCABULARY * 2
-    assert sum(held["activations"] for held in parts[0]) == whole[0]["activations"] + sent + logits
+    assert sum(held["activations"] for held in parts[0]) == whole[0]["activations"] + 48 * 16 * 32 * 2
 
 
 def test_a_pipeline_keeps_what_is_in_flight_and_a_place_for_each_message():

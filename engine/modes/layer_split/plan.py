@@ -34,11 +34,8 @@ def _micro_step(job: Job, stage: int, k: int, count: int) -> list[Op]:
     ops = ops if count == 1 else [replace(op, microbatch=k) for op in ops]
     if not is_first:
         ops.append(_message("recv", "activation", stage - 1, inbound, where))
-    known = {**where, "spec": job.spec}
-    there, back = (
-        chain.forward(stages[stage], batch, **known),
-        chain.backward(stages[stage], batch, **known, sent=not is_last),
-    )
+    known = {**where, "spec": job.spec, "sent": not is_last}
+    there, back = (way(stages[stage], batch, **known) for way in (chain.forward, chain.backward))
     if is_compiled(job):
         there, back = [chain.whole_stage(there)], [chain.whole_stage(back)]
     ops += there
@@ -57,11 +54,11 @@ def is_compiled(job: Job) -> bool:
 
 
 def _beside(job: Job, stage: int) -> dict[str, int]:
-    """What activations and gradients are received into; and the last output, which outlives its loss."""
+    """What activations and gradients are received into."""
     sizes = [layers[-1].output_bytes * job.micro_batch for layers in job.stages]
     is_last = stage == len(sizes) - 1
     received = (sizes[stage - 1] if stage else 0) + (0 if is_last else sizes[stage])
-    return {"received": received} | ({"outputs": sizes[stage]} if is_last else {})
+    return {"received": received}
 
 
 def _message(kind: str, payload: str, peer: int, size: int, where: dict[str, int]) -> Op:
