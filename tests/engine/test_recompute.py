@@ -166,10 +166,35 @@ def test_stages_compute_every_layer_of_every_microbatch_again_and_keep_less(sett
     assert peaks["full"] < peaks["selective"] < peaks["none"]
 
 
-def test_a_compiled_stage_is_not_computed_again():
+@pytest.mark.parametrize("mode", ["pipeline", "layer_split"])
+@pytest.mark.parametrize("how", ["torchscript", "torch_compile"])
+def test_a_compiled_stage_is_not_computed_again(how, mode):
     with pytest.raises(SpecError) as error:
-        plan_of("pipeline", "full", compile_stage="torchscript")
+        plan_of(mode, "full", compile_stage=how)
     assert (error.value.code, error.value.setting) == ("exclusive", "compile_stage")
+
+
+def test_a_trace_has_no_checkpoint_in_it_and_none_goes_around_it():
+    """Why that is refused."""
+    torch = pytest.importorskip("torch")
+    from torch.utils.checkpoint import checkpoint
+
+    from engine.real import models
+    from engine.real.recompute import Again
+    from engine.real.recompute import recompute as change
+    from engine.real.stage_compiler import compiled
+
+    chains = []
+    for recompute in ("none", "full"):
+        job = prepare(Spec(mode="single", devices=1, recompute=recompute, **TEXT))
+        chains.append(models.build(job))
+        change(chains[-1], job)
+    x, before = torch.zeros(2, 16, dtype=torch.int64), Again.done
+    plain, again = (compiled(chain, x, "torchscript") for chain in chains)
+    again(x).sum().backward()
+    assert Again.done == before
+    with pytest.raises(RuntimeError, match="TorchScript interpreter"):
+        checkpoint(plain, x, use_reentrant=False).sum().backward()
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev", "zb_h2", "dualpipe"])
