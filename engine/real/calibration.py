@@ -27,6 +27,7 @@ from engine.job import prepare
 from engine.real import worker
 from engine.real.parity import Parity
 from engine.real.recorder import Recorder, communications
+from engine.real.targets import Targets
 from engine.real.training import Place, mark_updates
 from engine.settings import ONE_PROCESS_MODES
 from engine.spec import Spec
@@ -204,8 +205,8 @@ def trainings(asked: dict, folder: Path, rank: int, world_size: int) -> tuple[di
             )
             training = modes.run(job.spec.mode).training(job, place)
             mark_updates(training.optimizer, recorder)
-            parity = Parity(job, place, training)
-            lines = [worker._one_step(job, place, training, parity, step) for step in range(job.steps)]
+            checked = Parity(job, place, training), Targets(job, place)
+            lines = [worker._one_step(job, place, training, *checked, step) for step in range(job.steps)]
             recorder.flush()
             (place_of / f"rank{rank}.steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
             kept.append(training)
