@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from engine import modes
 from engine.job import Job
 from engine.masked import LEFT_OUT, counts
+from engine.plan import Op
 from engine.real.data import Batches
 from engine.real.training import Place
 
@@ -18,6 +19,9 @@ class Targets:
 
     def __init__(self, job: Job, place: Place):
         self.job, self.place = job, place
+        self.counts: list[Op] = []
+        if job.spec.masked is None:
+            return
         mesh = modes.plan(job, 0).mesh
         self.counts = counts(job, mesh)
         if self.counts:
