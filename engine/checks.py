@@ -32,6 +32,7 @@ from engine.settings import (
     SPLIT_BACKWARD,
     STAGE_MODES,
     TENSOR_MODES,
+    TOKEN_MODELS,
     degrees,
     replicas,
 )
@@ -119,7 +120,7 @@ def _check_context_axis(spec: Spec) -> Spec:
             if getattr(spec, name) is not None:
                 raise SpecError("needs_axis", name, getattr(spec, name), axis="cp")
         return spec
-    if spec.model not in MODE_MODELS["context"]:
+    if spec.model not in TOKEN_MODELS:
         raise SpecError("model_of_mode", "model", spec.model, suggest=MODE_MODELS["context"], mode="context")
     return check_context(spec.with_(attention=spec.attention or MODE_SETTINGS["context"]["attention"]), "cp")
 
@@ -146,6 +147,8 @@ def _check_expert_axis(spec: Spec) -> None:
         if getattr(spec, other) > 1:
             names = {"model": spec.model, "works": ", ".join(works)}
             raise SpecError("axis_of_model", other, getattr(spec, other), suggest=[1], **names)
+    if spec.cp > 1 and spec.ep == 1:
+        raise SpecError("needs_axis", "cp", spec.cp, axis="ep")
     if spec.experts % spec.ep:
         good = nearest([d for d in range(1, spec.experts + 1) if spec.experts % d == 0], spec.ep, 8)
         sizes = f"experts {spec.experts}"

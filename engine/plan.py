@@ -19,7 +19,7 @@ KINDS = COMPUTE + COLLECTIVES + MESSAGES
 PAYLOADS = ("batch", "activation", "gradient", "weights", "tokens", "control")
 AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
 # Axes taken as one by an op, as torch's DeviceMesh flattens them.
-FLAT = {"_".join(axes): axes for axes in (("dp", "ep"), ("dp", "cp"))}
+FLAT = {"_".join(axes): axes for axes in (("dp", "ep"), ("dp", "cp"), ("cp", "ep"), ("dp", "cp", "ep"))}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

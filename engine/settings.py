@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from engine.plan import AXES
-from engine.presets import PRESETS, family
+from engine.presets import LATENT, PRESETS, family
 from engine.spec import Spec
 
 # Sizes with which a model can be planned and simulated, and not run.
@@ -133,7 +133,9 @@ MODE_AXIS = {
 }
 # Axes that a hybrid of a model can have; those of models that are not named are the first.
 MODEL_AXES = {"": ("pp", "dp", "fsdp", "tp")}
-MODEL_AXES |= dict.fromkeys(DENSE, ("pp", "dp", "fsdp", "cp", "tp")) | dict.fromkeys(ROUTED, ("pp", "dp", "fsdp", "ep"))
+MODEL_AXES |= dict.fromkeys(DENSE, ("pp", "dp", "fsdp", "cp", "tp"))
+MODEL_AXES |= dict.fromkeys(ROUTED, ("pp", "dp", "fsdp", "cp", "ep"))
+MODEL_AXES |= dict.fromkeys(LATENT, ("pp", "dp", "fsdp", "ep"))
 DATA_AXES = ("dp", "fsdp", "ep")  # those over which the batch is cut
 ONE_PROCESS_MODES = ("single", "data_parallel")
 STAGE_MODES = ("layer_split", "pipeline")  # split the layers over devices

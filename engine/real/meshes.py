@@ -35,7 +35,8 @@ class Meshes:
         self.layers = self._sharding(self.whole, replicas) if is_shared(mesh) else None
         self.experts: Sharding | None = None
         if job.degree("ep") > 1:
-            self.experts = self._sharding(self._of_experts(), replicas_of(mesh, of_experts=True))
+            replicas = replicas_of(mesh, of_experts=True)
+            self.experts = self._sharding(self._of_experts(job, replicas or "dp"), replicas)
 
     def _joined(self, job: Job, replicas: str) -> DeviceMesh:
         """(all other axes, those of REPLICATED as one, fsdp, tp)"""
@@ -45,11 +46,19 @@ class Meshes:
         names = ("rest", replicas, "fsdp", "tp")
         return DeviceMesh(self.every.device_type, ranks.reshape(-1, *degrees), mesh_dim_names=names)
 
-    def _of_experts(self) -> DeviceMesh:
+    def _of_experts(self, job: Job, replicas: str) -> DeviceMesh:
         """The ranks that have the same experts. Of the same groups as the rest, since calls in one keep their order."""
-        groups = [self.every.get_group("dp"), self.whole.get_group("fsdp")]
-        ranks, names = self.every["dp", "fsdp"].mesh, ("dp", "fsdp")
-        return DeviceMesh.from_group(groups, self.every.device_type, mesh=ranks, mesh_dim_names=names)
+        order = ("pp", "ep", "tp", "dp", "cp", "fsdp")
+        ranks = self.every.mesh.permute([AXES.index(axis) for axis in order])
+        ranks = ranks.reshape(-1, job.degree("dp") * job.degree("cp"), job.degree("fsdp"))
+        (mine,) = [each for each in ranks if (each == self.every.get_rank()).any()]
+        group = self.every.get_group("dp" if job.degree("cp") == 1 else "cp")
+        if job.degree("dp") > 1 and job.degree("cp") > 1:
+            across = ranks.permute(0, 2, 1).reshape(-1, ranks.shape[1])
+            names = ("rest", replicas)
+            group = DeviceMesh(self.every.device_type, across, mesh_dim_names=names).get_group(replicas)
+        groups, names = [group, self.whole.get_group("fsdp")], (replicas, "fsdp")
+        return DeviceMesh.from_group(groups, self.every.device_type, mesh=mine, mesh_dim_names=names)
 
     def _sharding(self, mesh: DeviceMesh, replicas: str) -> Sharding:
         return Sharding(mesh[(replicas, "fsdp") if replicas else ("fsdp",)], replicas)

@@ -221,7 +221,8 @@ def test_the_degree_that_is_left_out_is_filled_in_where_only_one_is():
         ({"devices": 8, "dp": 2, "ep": 4, **MOE, "experts": 6}, "devices_divide", ()),  # no other divisor makes eight
         ({"devices": 4, "ep": 4, **MOE, "experts": 6}, "devices_divide", (1, 2)),
         ({"devices": 4, "ep": 2, "tp": 2, **MOE}, "axis_of_model", (1,)),
-        ({"devices": 8, "fsdp": 2, "cp": 2, "ep": 2, **MOE}, "axis_of_model", (1,)),
+        ({"devices": 4, "dp": 2, "cp": 2, "ep": 1, **MOE}, "needs_axis", ()),
+        ({"devices": 4, "cp": 2, "ep": 2, "model": "deepseek_v3"}, "axis_of_model", (1,)),
         ({"devices": 4, "fsdp": 4, "tp": 1, "sequence_parallel": True}, "needs_axis", ()),
         ({"devices": 8, "tp": 8, "heads": 8, "context": 12, "sequence_parallel": True}, "devices_divide", ()),
         ({"devices": 4, "ep": 4}, "model_of_mode", ("moe",)),
@@ -279,6 +280,26 @@ def test_experts_are_gathered_for_themselves_and_reduced_among_those_that_have_t
         ("reduce_scatter", "fsdp", experts), ("all_reduce", "dp", experts // 2),
         ("reduce_scatter", "fsdp", rest), ("all_reduce", "dp_ep", rest // 2),
     ]  # fmt: skip
+    match(plan)
+    assert parse_plan(format_plan(plan)) == plan
+
+
+@pytest.mark.parametrize("attention", ["ring", "all_gather", "ulysses"])
+def test_experts_of_ranks_that_have_some_tokens_get_as_many_fewer_and_meet_along_dp_and_cp(attention):
+    whole = modes.plan(job_of({"ep": 2}, **MOE), 2).program(0).ops
+    plan = modes.plan(job_of({"dp": 2, "cp": 2, "ep": 2}, **MOE, attention=attention, global_batch=32), 2)
+    ops = plan.program(0).ops
+    tokens = [[op.bytes for op in each if op.payload == "tokens"] for each in (whole, ops)]
+    assert [size // 2 for size in tokens[0]] == tokens[1] != []
+    forward = [[op for op in each if op.kind == "forward"] for each in (whole, ops)]
+    if attention == "ulysses":  # the others count blocks of attention, some of which are masked
+        assert sum(op.flops for op in forward[0]) == 2 * sum(op.flops for op in forward[1])
+    pieces = [op.part.partition(".")[2] for op in forward[1] if op.part.startswith("block1")]
+    assert pieces[0] == "qkv" and pieces[-4:] == ["proj", "dispatch", "experts", "combine"]
+    assert all(piece.startswith("attention") for piece in pieces[1:-4]) and len(pieces) > 5
+    averaged = {(op.part.endswith(".experts"), op.axis) for op in ops if op.kind == "all_reduce"}
+    assert averaged == {(True, "dp_cp"), (False, "dp_cp_ep")}
+    assert plan.mesh.group(3, "dp_cp_ep") == tuple(range(8)) and plan.mesh.group(3, "dp_cp") == (1, 3, 5, 7)
     match(plan)
     assert parse_plan(format_plan(plan)) == plan
 

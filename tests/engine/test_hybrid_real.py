@@ -185,6 +185,10 @@ def test_experts_of_several_replicas_equal_those_of_one_device(degrees, settings
         ({"pp": 2, "dp": 2, "ep": 2}, {"schedule": "zbv", "clip": 0.1}),
         ({"pp": 2, "fsdp": 2, "ep": 2}, {"schedule": "interleaved_1f1b", "clip": 0.1}),
         ({"pp": 2, "fsdp": 2}, {"schedule": "interleaved_zero_bubble"}),
+        ({"cp": 2, "ep": 2}, {"clip": 0.1}),
+        ({"fsdp": 2, "cp": 2, "ep": 2}, {"clip": 0.1, "attention": "all_gather"}),
+        ({"dp": 2, "cp": 2, "ep": 2}, {"attention": "ulysses", "accumulate": 2}),
+        ({"pp": 2, "cp": 2, "ep": 2}, {"schedule": "zbv", "layers": 6, "masked": 0.5}),
     ],
 )
 def test_experts_in_any_mesh_equal_those_of_one_device(degrees, settings, launcher, runs_dir):

@@ -1,7 +1,7 @@
 """A block and the copies of tokens that come to its experts -> its pieces between two exchanges of tokens."""
 
-from engine.decoder import Decoder
 from engine.job import Job
+from engine.modes.tensor.pieces import decoder
 from engine.modes.tensor.shards import piece
 from engine.shapes import FP32, Layer, expert_kernels
 
@@ -14,7 +14,7 @@ def pieces(job: Job, layer: Layer, arrived: int, samples: int) -> tuple[Layer, L
     """Up to the copies on their way, the experts, and from the copies that are back. What experts share is computed
     first. Probabilities are fp32, and indices int64: which experts, and three orders. Of each copy an expert keeps the
     input, and its MLP's."""
-    (c, h), spec, sizes, item = layer.output, job.spec, Decoder.of(job.spec, job.item), job.item
+    (c, h), spec, sizes, item = layer.output, job.spec, decoder(job), job.item
     num, k, shared = spec.experts, spec.top_k, (spec.shared_experts or 0) * sizes.ffn
     whole, norms = {"ffn": shared}, sizes.norm_kernels()
     attention = piece(

@@ -86,7 +86,7 @@ def arrivals(job: Job, layer: Layer, group: Sequence[int], place: int, samples: 
 
 def _copies(job: Job, samples: int) -> int:
     """Copies of tokens that a rank sends."""
-    return samples * job.spec.context * job.spec.top_k
+    return samples * job.tokens * job.spec.top_k
 
 
 def parts(job: Job, kind: str, name: str) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ def forward(job: Job, layer: Layer, arrived: int, samples: int) -> Cut:
         return [layer]
     attention, experts, combine = pieces(job, layer, arrived, samples)
     counts = _all_to_all(layer, "counts", "control", INT64 * job.spec.experts)
-    dispatch = piece(layer, "dispatch", output=(job.spec.context, job.spec.top_k * job.spec.hidden))
+    dispatch = piece(layer, "dispatch", output=(job.tokens, job.spec.top_k * job.spec.hidden))
     there = _all_to_all(layer, "dispatch", "tokens", _bytes(job, _copies(job, samples)))
     back = _all_to_all(layer, "combine", "tokens", _bytes(job, arrived))
     return [attention, counts, dispatch, there, experts, back, combine]

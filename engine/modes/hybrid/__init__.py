@@ -60,5 +60,5 @@ LESSON = Lesson(
     ),
     use="Models and clusters so large that one axis does not suffice: tp within a node, fsdp and pp between nodes.",
     limits="Each degree has the limits of its own parallelism, and their products must fit: heads by tp, layers by pp, "
-    "the batch by dp, fsdp, ep and microbatches. Experts cannot be shared out beside tp or cp.",
+    "the batch by dp, fsdp, ep and microbatches. Experts cannot be shared out beside tp.",
 )

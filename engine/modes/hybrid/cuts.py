@@ -60,8 +60,7 @@ def units_of(
     `sent`: the last output goes on to another stage. `stays`: all are there until a later half of the backward.
     `blocks`: what has been cut for this seat."""
     if job.degree("ep") > 1:
-        cut = expert.ways(job, seat.experts, seat.ep, samples, turn)
-        made = units(job, layers, samples, *cut, stage=stage, sent=sent, stays=stays)
+        made = units(job, layers, samples, *_expert_ways(job, samples, seat, turn), stage=stage, sent=sent, stays=stays)
         return [part for unit in made for part in _experts_apart(unit)]
     known = {"stage": stage, "sent": sent, "stays": stays, "blocks": blocks}
     made = units(job, layers, samples, *ways(job, samples, seat.cp), **known)
@@ -93,7 +92,9 @@ def _experts_apart(unit: chain.Unit) -> Sequence[chain.Unit]:
 def parts(job: Job, kind: str, name: str, *, seat: Seat) -> tuple[str, ...]:
     """Names of the pieces of layer `name` in a pass of this kind, for the recorder."""
     if job.degree("ep") > 1:
-        return expert.parts(job, kind, name)
+        own = context.own_tokens(job)
+        (layer,) = [layer for layer in own.layers if layer.name == name]
+        return names_in(own, layer, _expert_ways(own, 1, seat), kind)
     (layer,) = [layer for layer in shards.held(context.own_tokens(job)) if layer.name == name]
     return names_in(job, layer, ways(job, 1, seat.cp), kind)
 
@@ -117,7 +118,17 @@ def ways(job: Job, samples: int, place: int) -> tuple[Way, Way]:
         return both if job.degree("tp") > 1 else (_whole, _whole)
     if job.degree("tp") == 1:
         return context.ways(samples, place)
-    between = (_between(way, place, back=way is cuts.backward) for way in both)
+    return _dealt_out(both, samples, place)
+
+
+def _expert_ways(job: Job, samples: int, seat: Seat, turn: int = 0) -> tuple[Way, Way]:
+    both = expert.ways(job, seat.experts, seat.ep, samples, turn)
+    return both if job.degree("cp") == 1 else _dealt_out(both, samples, seat.cp)
+
+
+def _dealt_out(both: tuple[Way, Way], samples: int, place: int) -> tuple[Way, Way]:
+    """Ways of a block whose first piece has its attention, on a rank with some of the tokens."""
+    between = (_between(way, place, back=back) for way, back in zip(both, (False, True), strict=True))
     return tuple(lambda job, layer, way=way: context.of_batch(way(job, layer), samples) for way in between)
 
 
@@ -126,7 +137,7 @@ def _whole(job: Job, layer: Layer) -> Cut:
 
 
 def _between(way: Way, place: int, *, back: bool) -> Way:
-    """A tensor rank's way through a layer, with the attention of cp between its first pair of matrices."""
+    """A way through a layer, with the attention of cp between its first pair of matrices."""
 
     def cut(job: Job, layer: Layer) -> Cut:
         out: Cut = []
@@ -143,8 +154,9 @@ def _between(way: Way, place: int, *, back: bool) -> Way:
 
 
 def _around(job: Job, layer: Layer, pair: Layer) -> tuple[Layer, Layer]:
-    """A pair of matrices, before attention and after it. Of what attention keeps, that is counted where it is made:
-    before, of q, k and v what is not exchanged first; after, its output and the log-sum-exp of each head."""
+    """A pair of matrices, before attention and after it, with all else of the piece that has both. Of what attention
+    keeps, that is counted where it is made: before, of q, k and v what is not exchanged first; after, its output and
+    the log-sum-exp of each head."""
     (c, h), ranks, sizes, (q, kv) = layer.output, job.degree("tp"), decoder(job), context.widths(job)
     of_all = layer.item * c * q  # the queries of all tokens here
     ends = of_all + FP32 * c * job.spec.heads // ranks
@@ -160,6 +172,9 @@ def _around(job: Job, layer: Layer, pair: Layer) -> tuple[Layer, Layer]:
         products=made,
         kernels=(*(sizes.norm_kernels() if norm else ()), *first),
     )  # fmt: skip
-    work = {"flops": 2 * c * h * q, "products": pair.products - made, "kernels": last}
-    after = piece(layer, "proj", "proj", saved=ends + copy, output=pair.output, **work)
+    rest = pair.flops - sizes.attention_flops(ranks)
+    work = {"flops": 2 * c * h * q + rest, "products": pair.products - made}
+    work["kernels"] = pair.kernels[pair.kernels.index(last[0], len(first) + len(norm)) :]
+    modules = {key.split(".")[0] for key, _ in pair.params} - {*norm, "qkv"}
+    after = piece(layer, "proj", *modules, saved=ends + copy, output=pair.output, **work)
     return before, after
