@@ -9,9 +9,11 @@ from tests import table
 
 
 def finished(spec: Spec, launcher: Launcher, runs_dir, *, measure_memory: bool = False) -> dict:
-    """To measure memory takes one more step, slowly, so few tests ask for it."""
+    """To measure memory takes one more step, slowly, so few tests ask for it. To compile takes minutes where
+    other things run too."""
     spec = spec.with_(measure_memory=measure_memory)
-    result = start(spec, runs_dir=runs_dir, launcher=launcher).result(timeout=120)
+    limit = 600 if spec.compile_stage == "torch_compile" else 120
+    result = start(spec, runs_dir=runs_dir, launcher=launcher).result(timeout=limit)
     assert result["status"] == "finished", result["error"]
     return result
 
