@@ -193,7 +193,7 @@ CASES = {
     "sharded stages": ("hybrid", 4, GPT | {"pp": 2, "fsdp": 2, "schedule": "interleaved_1f1b", "accumulate": 2}),
     "replicas of stages": ("hybrid", 4, GPT | {"pp": 2, "dp": 2, "schedule": "1f1b", "accumulate": 2}),
     "tensor": ("tensor", 2, GPT),
-    "tensor-bf16": ("tensor", 2, GPT | {"precision": "bf16"}),
+    "tensor-bf16": ("tensor", 2, GPT | {"precision": "bf16", "recompute": "full"}),
     "sequence": ("sequence", 2, GPT | {"precision": "bf16"}),
     "context": ("context", 2, GPT | {"precision": "bf16"}),
     "expert": ("expert", 2, GPT | {"model": "moe", "experts": 4}),

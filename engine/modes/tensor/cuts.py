@@ -51,7 +51,7 @@ def units(
                 ahead.append(_of_batch(item, "activation", samples, stage, _waited(job)))
                 continue
             (op,) = chain.forward([item], samples, stage=stage or 0)
-            copied = item.copied if last and not chain.is_recomputed(layer, job.spec) else 0  # it is sent: kept here
+            copied = item.copied if last and job.spec.recompute in (None, "none") else 0  # it is sent: kept here
             ahead.append(dataclasses.replace(op, saved=(kept[item.name] + copied) * samples))
         again = _again(job, layer, there, samples, stage, sent=last)
         for item in back:
@@ -111,7 +111,8 @@ def kept_by(job: Job, layer: Layer, cut: Cut) -> dict[str, int]:
     if all of it is, the output of the last one that keeps anything."""
     pieces = [item for item in cut if isinstance(item, Layer)]
     if not chain.is_recomputed(layer, job.spec):
-        return {piece.name: piece.saved - piece.copied for piece in pieces}
+        given = job.spec.recompute not in (None, "none")  # to a layer that is computed again from what it was given
+        return {piece.name: piece.saved - (0 if given else piece.copied) for piece in pieces}
     if job.spec.recompute == "selective":
         return {piece.name: piece.products for piece in pieces}
     last = [piece.name for piece in pieces if piece.saved][-1]
