@@ -190,4 +190,4 @@ def closest(name: str, known: typing.Iterable[str]) -> list[str]:
     """The known names most like `name`, best first; all of them when few and none is alike."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return near or (known if len(known) <= 12 else [])
+    return near or (known if len(known) <= 16 else [])

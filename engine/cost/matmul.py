@@ -44,7 +44,7 @@ def kernels_seconds(kernels: Kernels, machine: Machine) -> float:
 @functools.lru_cache(maxsize=65_536)
 def kernel_seconds(kernel: Kernel, machine: Machine) -> float:
     if kernel.kind == MEMORY:
-        return machine.op_overhead + kernel.bytes / (ELEMENTWISE * machine.memory_rate)
+        return machine.op_overhead + machine.unfused * kernel.bytes / (ELEMENTWISE * machine.memory_rate)
     if kernel.kind == MATMUL:
         product = max(_product(kernel, machine), _traffic(kernel) / machine.memory_rate)
         return machine.op_overhead + product + _cast(kernel, machine)

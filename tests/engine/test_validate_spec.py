@@ -3,11 +3,14 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine.cost.catalogue import MACHINES
+from engine.cost.kernels import memory
+from engine.cost.matmul import kernel_seconds
 from engine.predict import predict
 from engine.spec import Spec
 from engine.validate import words
@@ -91,6 +94,21 @@ def test_a_kernel_waits_for_its_host_where_launches_block():
     assert (plain.op_overhead, blocking.op_overhead) == (MACHINES["a100"].op_overhead, BLOCKING)
 
 
+def test_eager_software_moves_what_a_fused_kernel_keeps_to_itself():
+    """A norm in one kernel reads and writes a token of two bytes; in eager PyTorch 18 are read or written."""
+    llama = {"activation": "swiglu", "ffn": 2816}
+    assert machine_of(case(id="tt_8b_8_FSDP_eager_bf16", model=llama)).unfused == pytest.approx(3.06, abs=0.01)
+    assert machine_of(case(id="tt_8b_8_FSDP+compile_bf16", model=llama)).unfused == 1
+    norm, a100 = memory(4096, 4096), MACHINES["a100"]
+    once, thrice = (kernel_seconds(norm, replace(a100, unfused=times)) - a100.op_overhead for times in (1, 3))
+    assert thrice == pytest.approx(3 * once)
+
+
+def test_a_row_that_asks_for_rings_has_no_sums_in_switches():
+    of = {"hardware": {"gpu": "H100-SXM5-80GB"}}
+    assert machine_of(case(**of)).switch > 0 == machine_of(case(**of, notes="NCCL_ALGO=Ring")).switch
+
+
 def test_attention_is_as_fast_as_its_softwares_kernel():
     """cuDNN's on Hopper, FlashAttention 2 where PyTorch chooses, and where results have to be the same in each run."""
     on_hopper = {"hardware": {"gpu": "H100-SXM5-80GB"}}
@@ -167,8 +185,6 @@ def test_a_machine_of_half_the_rate_would_be_seen(monkeypatch):
 
 
 def _slower(machine):
-    from dataclasses import replace
-
     return replace(machine, flop_rate=machine.flop_rate / 2)
 
 
