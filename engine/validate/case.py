@@ -59,6 +59,7 @@ class Case:
     power: float | None  # watts
     per_node: int
     link_rate: float | None
+    island: int | None  # devices of a node that are joined each to each, where a node has several such groups
     network_rate: float | None
     inferred: tuple[str, ...] = field(default=())
 
@@ -275,6 +276,9 @@ def _texts(row: Row, layout: dict[str, Any], inferred: list[str]) -> dict[str, A
     if per_node is None:
         per_node = PER_NODE
         inferred.append(f"{PER_NODE} devices in a node")
+    island = words.island(words_of(row.hardware, "intra"))
+    if island is not None and per_node % island:
+        raise Unusable("groups of devices that are joined each to each do not fill a node", f"{island} of {per_node}")
     network = words.network_rate(words_of(row.hardware, "inter"), whole(row.hardware, "gpus_per_node") or per_node)
     if network is None and layout["devices"] > per_node:
         inferred.append("network between nodes as the machine catalogue has it")
@@ -295,6 +299,7 @@ def _texts(row: Row, layout: dict[str, Any], inferred: list[str]) -> dict[str, A
         "power": words.power_cap(name) or whole(row.hardware, "power_w"),
         "per_node": per_node,
         "link_rate": words.link_rate(words_of(row.hardware, "intra")),
+        "island": island if island != per_node else None,
         "network_rate": network,
         "precision": precision,
         "recompute": recompute,

@@ -11,7 +11,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from engine.cost.catalogue import MACHINES, MEMORY_REACHED, network
+from engine.cost.catalogue import MACHINES, MEMORY_REACHED, PCIE, network
 from engine.cost.hardware import EVERYBODY, Link, Machine
 from engine.matching import PlanError
 from engine.predict import predict
@@ -182,6 +182,7 @@ def machine_of(case: Case) -> Machine:
         case.device,
         per_node=case.per_node,
         link_rate=case.link_rate,
+        island=case.island,
         network_rate=case.network_rate,
         memory_size=case.memory_size,
         memory_rate=case.memory_rate,
@@ -200,6 +201,7 @@ def machine_with(
     *,
     per_node: int,
     link_rate: float | None = None,
+    island: int | None = None,
     network_rate: float | None = None,
     memory_size: float | None = None,
     memory_rate: float | None = None,
@@ -208,7 +210,8 @@ def machine_with(
     one_card: bool = False,
     blocking: bool = False,
 ) -> Machine:
-    """Rates in bytes a second, of data sheets, and watts; what is None stays as the catalogue has it. `attention`:
+    """Rates in bytes a second, of data sheets, and watts; what is None stays as the catalogue has it. `island`:
+    devices of a node that NVLink joins, with PCIe between such groups. `attention`:
     the kernel that does it. `one_card`: all devices of a node share one network card, and what is gathered is so tensor
     by tensor. `blocking`: a kernel is made ready when the one before has ended."""
     known = MACHINES[device]
@@ -216,6 +219,8 @@ def machine_with(
     if one_card:
         outer = Link(TENSORS * outer.latency, outer.rate / per_node, TENSORS * outer.chunk)
     changes: dict[str, Any] = {"node_size": per_node, "outer": ((EVERYBODY, outer),)}
+    if island:
+        changes |= {"node_size": island, "outer": ((per_node, PCIE), (EVERYBODY, outer)), "switch": 0.0}
     if link_rate:
         changes["link_rate"] = LINK_REACHED * link_rate
     if memory_size:

@@ -23,6 +23,7 @@ DEVICES = (
     (r"V100", "v100"),
     (r"RTX ?4090", "rtx4090"),
 )
+LINKS = {"2": 6, "3": 12, "4": 18, "5": 18}  # of a device, by the version of NVLink (data sheets)
 UNCLEAR = re.compile(r"unclear|unknown|not stated", re.IGNORECASE)
 NOT_SAID = re.compile(r"not (stated|published|printed)|unknown|varied|see section", re.IGNORECASE)
 PRECISIONS = (
@@ -103,16 +104,19 @@ def interference(notes: str) -> float:
 
 
 def link_rate(text: str | None) -> float | None:
-    """Bytes a second in one direction of a device's links within its node; None where it is not said.
-
-    'NVLink3 (4 links per pair)': devices are joined in pairs, not by a switch, so that a ring goes along the links of a
-    pair; one of NVLink 3 or 4 is 25 GB/s, of NVLink 5 50 GB/s.
-    """
+    """Bytes a second in one direction of a device's links within its node; None where it is not said."""
     found = re.search(r"(\d+(?:\.\d+)?)\s*([GT])B/s", text or "")
-    if found:
-        return float(found[1]) * _giga(found[2]) / 2  # vendors count both directions
+    return float(found[1]) * _giga(found[2]) / 2 if found else None  # vendors count both directions
+
+
+def island(text: str | None) -> int | None:
+    """Devices that are joined each to each, without a switch; None where it is not said.
+
+    'NVLink3 (4 links per pair)': the 12 links of a device lead to 3 others (NVIDIA HGX A100 4-GPU), and rings in three
+    orders use all of them.
+    """
     pairs = re.search(r"NVLink(\d)\s*\((\d+) links per pair\)", text or "")
-    return None if not pairs else int(pairs[2]) * (50e9 if pairs[1] == "5" else 25e9)
+    return None if not pairs or pairs[1] not in LINKS else LINKS[pairs[1]] // int(pairs[2]) + 1
 
 
 def precision(text: str | None) -> str | None:

@@ -153,7 +153,8 @@ def test_networks_are_bytes_a_second_of_a_device(text):
 def test_links_are_of_one_direction():
     assert words.link_rate("NVLink4 900GB/s total") == 450e9
     assert words.link_rate("NVLink5 1.8TB/s total") == 900e9
-    assert words.link_rate("NVLink3 (4 links per pair)") == 100e9 and words.link_rate("NVSwitch") is None
+    assert words.link_rate("NVLink3 (4 links per pair)") is words.link_rate("NVSwitch") is None
+    assert words.island("NVLink3 (4 links per pair)") == 4 and words.island("NVSwitch") is None
 
 
 DEVICES = {

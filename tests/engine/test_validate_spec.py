@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from engine.cost.catalogue import MACHINES
+from engine.cost.collectives import collective_seconds
 from engine.cost.kernels import memory
 from engine.cost.matmul import kernel_seconds
+from engine.plan import Op
 from engine.predict import predict
 from engine.spec import Spec
 from engine.validate import words
@@ -67,14 +69,14 @@ def test_a_machine_has_the_links_and_the_memory_of_its_row():
                 "gpu": "H100-SXM 96GB HBM2e 2.4TB/s, 500W cap",
                 "inter": "400Gb/s RDMA per GPU",
                 "gpus_per_node": 4,
-                "intra": "NVLink3 (4 links per pair)",
+                "intra": "NVLink3 600GB/s total",
             }
         )
     )
     known = MACHINES["h100"]
     assert found.node_size == 4 and found.memory_size == 96e9
     assert found.flop_rate == pytest.approx(known.flop_rate * (500 / 700) ** (1 / 3))
-    assert found.link_rate == pytest.approx(4 * 20e9)
+    assert found.link_rate == pytest.approx(12 * 20e9)
     assert found.tiers[-1][1].rate == pytest.approx(known.tiers[-1][1].rate)  # its catalogue has 400 Gb/s too
     assert found.memory_rate / known.memory_rate == pytest.approx(2.4 / 3.35)
 
@@ -92,6 +94,20 @@ def test_every_device_that_a_row_can_name_is_in_the_catalogue():
 def test_a_kernel_waits_for_its_host_where_launches_block():
     plain, blocking = (machine_of(case(notes=notes)) for notes in ("", "CUDA_LAUNCH_BLOCKING=1 may be set"))
     assert (plain.op_overhead, blocking.op_overhead) == (MACHINES["a100"].op_overhead, BLOCKING)
+
+
+def test_devices_that_are_joined_in_pairs_are_islands_in_a_node():
+    """Of 12 links 4 lead to each of 3 others: 4 devices have all their links among themselves, and PCIe to 4 more."""
+    found = machine_of(case(hardware={"gpu": "A100-SXM4-80GB", "intra": "NVLink3 (4 links per pair)"}))
+    assert [reach for reach, _ in found.tiers] == [4, 8, 0]
+    four, eight = (collective_seconds(Op(kind="all_reduce", axis="tp", bytes=10**8), n, found) for n in (4, 8))
+    assert four == pytest.approx(2 * 3 / 4 * 1e8 / 240e9, rel=0.1) and eight > 2 * four
+    whole = machine_of(
+        case(hardware={"gpu": "A100-SXM4-80GB", "intra": "NVLink3 (4 links per pair)", "gpus_per_node": 4})
+    )
+    assert [reach for reach, _ in whole.tiers] == [4, 0]
+    with pytest.raises(Unusable, match="do not fill a node"):
+        case(hardware={"intra": "NVLink3 (6 links per pair)"})
 
 
 def test_eager_software_moves_what_a_fused_kernel_keeps_to_itself():
