@@ -31,7 +31,8 @@ ELEMENTWISE = 0.70
 FLASH_BLOCK = 128
 # Bytes at whose multiples rows of operands have to begin for a product's usual rate, and the part of it that is left
 # where they do not (NVIDIA, "Matrix Multiplication Background", section 2.1); a head of 108 numbers, not of 104 or 112.
-# Batches of products have no such kernels, and run without tensor cores: 19.5 of an A100's 312 TFLOP/s (data sheet).
+# Batches of products run without tensor cores then: 19.5 of 312 TFLOP/s of an A100 (data sheet). That they do was
+# inferred from published rows with heads of 108, and held to others, with heads of 150 (docs/decisions/published.md).
 ALIGNMENT, UNALIGNED, UNALIGNED_BATCH = 16, 0.25, 1 / 16
 FP32 = 4  # bytes
 

@@ -44,8 +44,8 @@ DETERMINISTIC = re.compile(r"deterministic mode")
 # Tensors of a block, each gathered by itself: weight and bias of two norms and four products.
 TENSORS = 12
 # CUDA_LAUNCH_BLOCKING=1: the host makes the next kernel ready only when the last has ended, which takes what eager
-# PyTorch takes for an op and a launch, and a kernel of the cost model stands for about two of its eager ones (bias,
-# transposition, cast).
+# PyTorch takes for an op and a launch (about 25 us, assumed); and a kernel of the cost model stands for about two eager
+# ones (bias, transposition, cast).
 BLOCKED, BLOCKING = re.compile(r"CUDA_LAUNCH_BLOCKING=1"), 50e-6
 # Eager PyTorch has a kernel for each operation of a norm, a rotation and an activation. In a block of Llama 3, tokens
 # of two bytes are read or written: by an RMSNorm 18 (made fp32, squared, averaged, scaled, made bf16, times a weight),
