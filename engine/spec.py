@@ -104,10 +104,7 @@ class Spec:
     early_stop: bool | None = _setting(
         None, "recomputing ends where backward needs no more, as in PyTorch; Megatron-LM does all (planned models)"
     )
-    every_other: bool | None = _setting(
-        None,
-        "recomputing selectively repeats every other product, and not attention, as TorchTitan does (planned models)",
-    )
+    every_other: bool | None = _setting(None, "selectively, every other product is computed again (planned models)")
     overlap: bool | None = _setting(
         None,
         "gradients are reduced while others are computed, and messages between stages leave meanwhile; not after "
