@@ -104,8 +104,8 @@ def backward_by_layer(layers: Sequence[Layer], samples: int, *, spec: Spec) -> l
 def gone(layer: Layer, spec: Spec) -> int:
     """Bytes of a sample that a layer has kept and that are no more when it is computed again: the next one, whose input
     they were, has gone back. (One on another device has not: what was sent there stays for its gradient.) Selectively
-    the result of the last product, not taken again, is there in their place."""
-    return layer.left if spec.recompute == "full" else 0
+    the result of a last product, not taken again, is there in their place."""
+    return 0 if spec.recompute == "selective" and layer.last_flops else layer.left
 
 
 def recompute(layer: Layer, samples: int, spec: Spec, **where: int) -> Op:

@@ -106,7 +106,6 @@ MODEL_REASONS = {
         "compile_stage",
         "torch_compile",
     ): "it would be compiled anew for each number of tokens that an expert gets",
-    ("moe", "recompute", "selective"): "which products of its experts are kept is not planned",
 }
 DENSE = ("gpt", *(name for name in PRESETS if family(name) == "gpt"))
 ROUTED = ("moe", *(name for name in PRESETS if family(name) == "moe"))

@@ -206,8 +206,14 @@ def _routed(dense: _Block, sizes: Decoder, spec: Spec) -> _Block:
         *expert_kernels(sizes, spec.experts, c * k / spec.experts), *sizes.sum_kernels(),
         *(sizes.mlp_kernels(ffn=shared) if shared else ()),
     )  # fmt: skip
+    # Of products the router's, in fp32, its experts' for each copy, and those of what they share, for the dense MLP's.
+    made, whole = sizes.mlp_products(), item * c * h
+    products = dense[3] + (k - 1) * (made + whole) + FP32 * c * spec.experts
+    products += sizes.mlp_products(ffn=shared) + whole if shared else 0
+    if sizes.repeats_scores:
+        products = saved - sizes.scores_saved()
     # No product is at its end: what experts put out is weighted, which backward needs it for.
-    return tuple(params), flops, saved, dense[3], 0, kernels
+    return tuple(params), flops, saved, products, 0, kernels
 
 
 def expert_kernels(sizes: Decoder, experts: int, tokens: float) -> Kernels:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.fits import fits
+from engine.fits import fits, would_fit
 from engine.predict import predict
+from engine.presets import PRESETS, family
 from engine.spec import Spec
 
 LARGE = Spec(mode="ddp", devices=8, model="llama3_8b", machine="h100", global_batch=8)
@@ -50,6 +51,15 @@ def test_of_a_scale_model_steps_are_as_long_as_those_that_it_shows():
 
 def test_what_fits_in_no_way_that_was_tried_is_said_to():
     assert fits(predict(LARGE.with_(mode="tensor", model="gpt3_175b", devices=2)))["would_fit"] == []
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_every_change_that_is_tried_can_be_planned_or_is_refused(model):
+    """Into one byte nothing fits, so all of them are tried, and beside the best of them all once more."""
+    degrees = {"dp": 2, "ep": 4} if family(model) == "moe" else {"dp": 2, "tp": 2, "pp": 2, "microbatches": 4}
+    for layout in ({"mode": "ddp"}, {"mode": "hybrid", **degrees}):
+        spec = Spec(model=model, layers=8, devices=8, machine="h100", global_batch=32, **layout)
+        assert would_fit(spec, capacity=1) == []
 
 
 def test_nothing_is_claimed_where_the_memory_of_a_device_is_not_known():

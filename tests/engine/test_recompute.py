@@ -308,9 +308,6 @@ def test_a_block_of_experts_is_computed_again_whole():
             next(o.flops for o in ops if (o.kind, o.part) == (k, "block1")) for k in ("forward", "recompute")
         )
         assert forward - again == (16 * 2 * 16 * 4 * 32 * 32 if model == "gpt" else 0)
-    with pytest.raises(SpecError) as error:
-        prepare(Spec(mode="expert", devices=2, recompute="selective", **TEXT | {"model": "moe"}))
-    assert (error.value.code, error.value.setting) == ("option_of_model", "recompute")
 
 
 EXPERTS = {"model": "moe", "experts": 4}
@@ -337,11 +334,13 @@ def test_tokens_travel_again_to_the_experts_and_back():
         ("hybrid", 2, {"dp": 2}),
         ("hybrid", 4, {"pp": 2, "ep": 2, "microbatches": 4, "schedule": "zbv", "layers": 6}),
         ("hybrid", 8, {"pp": 2, "dp": 2, "ep": 2, "microbatches": 2}),
+        ("expert", 2, {"recompute": "selective"}),
     ],
 )
 def test_experts_on_other_ranks_compute_again_what_they_were_sent(mode, devices, settings, launcher, runs_dir):
     """As many as their routers counted, once a pass: else the second micro-step would be planned with the first's."""
-    spec = Spec(mode=mode, devices=devices, recompute="full", **TEXT | EXPERTS | settings, steps=4, device="cpu")
+    sizes = TEXT | EXPERTS | {"recompute": "full"} | settings
+    spec = Spec(mode=mode, devices=devices, **sizes, steps=4, device="cpu")
     holds(finished(spec, launcher, runs_dir))
 
 
@@ -379,6 +378,7 @@ PIPELINE = {"mode": "pipeline", "microbatches": 4}
         (2, PIPELINE | {"recompute": "selective"}),
         (2, PIPELINE | {"recompute": "full", "schedule": "gpipe"}),
         (2, {"mode": "single", "devices": 1, "recompute": "full"}),
+        (2, {"mode": "fsdp", "recompute": "selective", "model": "moe", "experts": 4}),
         (2, {"mode": "layer_split", "recompute": "full"}),
         (2, {"mode": "data_parallel", "recompute": "full"}),
         (3, {"mode": "data_parallel", "recompute": "selective", "global_batch": 12, "accumulate": 2}),

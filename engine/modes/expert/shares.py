@@ -9,14 +9,12 @@ from engine.shapes import Layer, num_experts
 def held(job: Job, place: int) -> tuple[Layer, ...]:
     """The model's layers, with the experts that the rank at `place` of its group holds: a run of them."""
 
-    def mine(layer: Layer) -> range:
-        each = num_experts(layer) // job.degree("ep")
-        return range(place * each, (place + 1) * each)
+    return tuple(_with_some(layer, place, num_experts(layer) // job.degree("ep")) for layer in job.layers)
 
-    return tuple(
-        replace(layer, params=tuple((n, shape) for n, shape in layer.params if _expert(n) in (None, *mine(layer))))
-        for layer in job.layers
-    )
+
+def _with_some(layer: Layer, place: int, each: int) -> Layer:
+    own = (None, *range(place * each, (place + 1) * each))
+    return replace(layer, params=tuple((name, shape) for name, shape in layer.params if _expert(name) in own))
 
 
 def replicated(job: Job) -> tuple[Layer, ...]:
