@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from engine.fits import fits, would_fit
+from engine.job import prepare
 from engine.predict import predict
 from engine.presets import PRESETS, family
 from engine.spec import Spec
@@ -59,7 +60,7 @@ def test_every_change_that_is_tried_can_be_planned_or_is_refused(model):
     degrees = {"dp": 2, "ep": 4} if family(model) == "moe" else {"dp": 2, "tp": 2, "pp": 2, "microbatches": 4}
     for layout in ({"mode": "ddp"}, {"mode": "hybrid", **degrees}):
         spec = Spec(model=model, layers=8, devices=8, machine="h100", global_batch=32, **layout)
-        assert would_fit(spec, capacity=1) == []
+        assert would_fit(prepare(spec).spec, capacity=1) == []
 
 
 def test_nothing_is_claimed_where_the_memory_of_a_device_is_not_known():
