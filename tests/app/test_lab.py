@@ -56,7 +56,7 @@ def test_nothing_is_said_of_calibrations_where_another_machine_is_predicted(lab:
         ("mode=ddp&accumulate=2", {"accumulate", "sync-every-microstep"}, {"compress-rank"}),
         ("mode=hybrid&devices=4", {"dp", "fsdp", "tp", "pp"}, {"microbatches", "schedule", "attention", "ep", "cp"}),
         ("mode=hybrid&devices=4&model=gpt", {"dp", "fsdp", "tp", "pp", "cp"}, {"ep"}),
-        ("mode=hybrid&devices=4&model=moe", {"dp", "fsdp", "pp", "ep"}, {"tp", "cp"}),
+        ("mode=hybrid&devices=4&model=moe", {"dp", "fsdp", "cp", "pp", "ep"}, {"tp"}),
         ("mode=hybrid&devices=4&pp=2&fsdp=2", {"microbatches", "schedule", "split"}, {"attention", "balance"}),
         ("mode=hybrid&devices=4&model=gpt&cp=2&fsdp=2", {"attention", "balance"}, {"microbatches", "schedule"}),
         ("model=mlp", {"layers", "hidden"}, {"heads", "context"}),

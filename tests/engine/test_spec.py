@@ -39,7 +39,7 @@ RANGES = [
     ({"find-unused": "1", "compress": "powersgd"}, "unused_of_powersgd", "find_unused"),
     ({"sync-every-microstep": "1", "accumulate": "2", "compress": "powersgd"}, "exclusive", "sync_every_microstep"),
     ({"compress": "fp16", "compress-rank": "2"}, "does_not_apply", "compress_rank"),
-    ({"model": "moe", "recompute": "selective"}, "option_of_model", "recompute"),
+    ({"mode": "pipeline", "model": "moe", "compile_stage": "torchscript"}, "option_of_model", "compile_stage"),
     ({"model": "mlp", "recompute": "selective"}, "nothing_to_recompute", "recompute"),
     ({"mode": "local_sgd", "sync-every-microstep": "1"}, "option_of_mode", "sync_every_microstep"),
     ({"bucket-mb": "nan"}, "not_finite", "bucket_mb"),

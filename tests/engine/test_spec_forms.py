@@ -163,7 +163,7 @@ def random_spec(draw: random.Random) -> Spec:
         elif type_of(field)[0] is float:
             low, high = limits["low"], limits["high"]
             values[field.name] = draw.choice(
-                (low, high, *(low + part for part in (draw.uniform(0.001, 1.0), 0.1, 1e-5)))
+                (low, high, *(min(high, low + part) for part in (draw.uniform(0.001, 1.0), 0.1, 1e-5)))
             )
         else:
             values[field.name] = draw.choice((limits["low"], limits["high"], limits["low"] + 1))
