@@ -135,10 +135,8 @@ def validate(arguments: argparse.Namespace) -> int:
 
 def _save(found: dict[str, Any], arguments: argparse.Namespace) -> None:
     """The report for the page; and whole on the way out only where it was asked for."""
-    file, save = (
-        path.name if (path := Path(given)).is_absolute() else given for given in (arguments.file, arguments.save)
-    )
-    command = f"python -m engine validate {file} --save {save}"
+    save = path.name if (path := Path(arguments.save)).is_absolute() else arguments.save
+    command = f"python -m engine validate {Path(arguments.file).name} --save {save}"
     try:
         kept.write(found, Path(arguments.file), Path(arguments.save), command, time.strftime("%Y-%m-%d", time.gmtime()))
     except OSError as error:

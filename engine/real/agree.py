@@ -36,7 +36,7 @@ def check(job: Job, place: Place, *, scale: float = 1.0) -> None:
 
 
 def statement(job: Job, scale: float = 1.0) -> dict[str, Any]:
-    parameters = {name: p.detach() for name, p in models.build(job).named_parameters()}
+    parameters = {name: p.detach() for name, p in models.build(job, to_look_at=True).named_parameters()}
     return {
         "torch": torch.__version__,
         "settings": job.spec.to_dict(),

@@ -37,7 +37,7 @@ from engine.rules import SpecError
 
 # Whatever the first step would otherwise import in every worker; without torch._dynamo alone it takes 2.5 s.
 PRELOAD = (
-    *("torch.distributed", "torch.distributed.pipelining", "torch.nn.parallel", "torch._dynamo"),
+    *("torch.distributed", "torch.distributed.pipelining", "torch.nn.parallel", "torch._dynamo", "pydoc_data.topics"),
     *(f"engine.modes.{mode}.run" for mode in MODES),
 )
 

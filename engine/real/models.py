@@ -290,12 +290,20 @@ def _go_back(output: torch.Tensor, gradient: torch.Tensor | None) -> None:
         output.backward(gradient)
 
 
-def build(job: Job) -> Chain:
+_looked_at: list[tuple[Job, Chain]] = []  # a model that was only looked at: whoever builds the same one next has it
+
+
+def build(job: Job, *, to_look_at: bool = False) -> Chain:
     """The whole model on the CPU; the same seed gives the same weights on every rank."""
+    if _looked_at and _looked_at[0][0] is job:
+        return _looked_at.pop()[1]
     torch.manual_seed(job.spec.seed)
     spec, last = job.spec, job.layers[-1]
     modules = [(layer.name, _module(layer, spec, is_last=layer is last)) for layer in job.layers]
-    return Chain(OrderedDict(modules)).to(dtype_of(spec))
+    chain = Chain(OrderedDict(modules)).to(dtype_of(spec))
+    if to_look_at:
+        _looked_at[:] = [(job, chain)]
+    return chain
 
 
 def dtype_of(spec: Spec) -> torch.dtype:

@@ -121,3 +121,13 @@ def test_replicas_share_out_the_batches_of_one(replicas):
         shared = torch.cat([part(step)[0] for part in parts]).flatten(1).sum(1).sort().values
         assert torch.equal(whole, shared)
     assert not torch.equal(one(0)[0], one(job.batches_per_epoch)[0])
+
+
+def test_a_model_that_was_only_looked_at_is_the_next_one_built_and_no_later_one():
+    job = prepare(Spec(mode="single", devices=1, model="mlp", layers=1, hidden=4))
+    looked_at = models.build(job, to_look_at=True)
+    other = models.build(prepare(Spec(mode="single", devices=1, model="mlp", layers=2, hidden=4)))
+    assert models.build(job) is looked_at is not other
+    again = models.build(job)
+    assert again is not looked_at
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), looked_at.parameters(), strict=True))
