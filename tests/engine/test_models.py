@@ -124,6 +124,8 @@ def test_replicas_share_out_the_batches_of_one(replicas):
 
 
 def test_a_model_that_was_only_looked_at_is_the_next_one_built_and_no_later_one():
+    from engine.real import models
+
     job = prepare(Spec(mode="single", devices=1, model="mlp", layers=1, hidden=4))
     looked_at = models.build(job, to_look_at=True)
     other = models.build(prepare(Spec(mode="single", devices=1, model="mlp", layers=2, hidden=4)))
