@@ -79,7 +79,7 @@ def bubble_over_ideal(timeline: Timeline | Sequence[Shares], *, since: int = 0) 
 def exposed_communication_fraction(timeline: Timeline | Sequence[Shares], *, since: int = 0) -> float:
     """Time in which a rank communicates and does not compute / (ranks × makespan); the median of the steps."""
     steps = _shares(timeline, since)
-    return _median([float(s.weights @ s.exposed) / s.device_seconds for s in steps if s.makespan])
+    return _median([float(s.weights @ (s.exposed / s.makespan) / s.weights.sum()) for s in steps if s.makespan])
 
 
 def overlap_fraction(timeline: Timeline | Sequence[Shares], *, since: int = 0) -> float | None:
@@ -103,8 +103,9 @@ def shares(timeline: Timeline, *, since: int = 0) -> list[Shares]:
         busy.flat[i] = _covered(start, furthest)
     for i, start, furthest in _rows(timeline, row, ~compute):
         communicating.flat[i] = _covered(start, furthest)
-    # All that is not compute is communication: what it adds to the time that compute covers is not hidden.
-    exposed = np.maximum(busy - computing, 0.0)
+    # All that is not compute is communication: what it adds to the time that compute covers is not hidden. A difference
+    # of sums of many spans may be off by their rounding, below nothing or above all of it.
+    exposed = np.clip(busy - computing, 0.0, communicating)
     makespans, weights = (last - first).tolist(), timeline.weights
     return [Shares(s, makespans[i], computing[i], exposed[i], communicating[i], weights) for i, s in enumerate(steps)]
 

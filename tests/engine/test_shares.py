@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -183,6 +184,20 @@ def test_where_nobody_communicates_there_is_nothing_to_hide():
     assert overlap_fraction(timeline_of(*hidden)) == 1.0
     assert overlap_fraction(timeline_of((0, "send", 0, 0.0, 3.0))) == 0.0
     assert overlap_fraction(timeline_of(*hidden, (0, "forward", 1, 5.0, 6.0))) == 1.0
+
+
+def test_rounding_takes_no_fraction_out_of_its_range():
+    """Ranks in turns: nothing of what is sent is hidden, and somebody is always at work. Sums of spans at odd moments
+    come to a little more or less than all of it."""
+    draw, measures = random.Random(0), (overlap_fraction, exposed_communication_fraction, bubble_fraction)
+    for _ in range(500):
+        ends = sorted(draw.uniform(0, 7) for _ in range(draw.randint(4, 40)))
+        kinds = draw.choice([("forward", "all_reduce"), ("all_reduce",)])
+        rows = [(rank, kinds[i % len(kinds)], 0, *span) for rank in range(3) for i, span in enumerate(pairwise(ends))]
+        timeline = timeline_of(*rows, world_size=3)
+        found = [measure(timeline) for measure in measures]
+        assert all(0 <= value <= 1 for value in found), found
+        assert found[0] == pytest.approx(0, abs=1e-12)
 
 
 def test_a_step_of_communication_alone_has_no_ideal_to_compare_with():
