@@ -246,7 +246,7 @@ class Spec:
     resume: str | None = _setting(
         None, "go on from a run's last checkpoint: RUN_ID, or from the one after a step: RUN_ID:STEP"
     )
-    measure_memory: bool = _setting(True, "measure memory in one more step, when the training is done")
+    measure_memory: bool = _setting(True, "measure memory in a few more steps, when the training is done")
     fault: str | None = _setting(
         None,
         "break a run on purpose, as kind@rank:step, slow@rank:step:seconds; a rank "

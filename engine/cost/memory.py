@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
-METHOD = "torch.distributed._tools.mem_tracker.MemTracker, over one more step"
+METHOD = "torch.distributed._tools.mem_tracker.MemTracker, the least of a few more steps"
 # What a plan calls by another name is a buffer: DDP's buckets, gathered layers, what messages are received into.
 KEPT = ("inputs", "outputs")  # activations that stay until the step ends
 

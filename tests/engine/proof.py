@@ -9,7 +9,7 @@ from tests import table
 
 
 def finished(spec: Spec, launcher: Launcher, runs_dir, *, measure_memory: bool = False) -> dict:
-    """To measure memory takes one more step, slowly, so few tests ask for it. To compile takes minutes where
+    """To measure memory takes a few more steps, slowly, so few tests ask for it. To compile takes minutes where
     other things run too."""
     spec = spec.with_(measure_memory=measure_memory)
     limit = 600 if spec.compile_stage == "torch_compile" else 120
