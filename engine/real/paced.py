@@ -14,6 +14,7 @@ import os
 import time
 from collections import defaultdict, deque
 from pathlib import Path
+from typing import NamedTuple
 
 from engine import modes, slow
 from engine.job import Job
@@ -62,12 +63,21 @@ class Table:
         self._words[slot] = moment
 
 
+class Moved(NamedTuple):
+    """A message or a collective of a step that is over."""
+
+    free: bool  # whether it is asynchronous, and so may be noted after those that come next
+    kind: str
+    bytes: int  # in the miniature
+    times: tuple[int, int]  # start, end (ns)
+
+
 class Pace:
     """One rank's. `begin` and `complete` are called around every compute op, `sending` before every send."""
 
-    def __init__(self, job: Job, rank: int, folder: Path):
-        """`job`: what is pictured, with its dilation."""
-        self.job, self.rank = job, rank
+    def __init__(self, job: Job, small: Job, rank: int, folder: Path):
+        """`job`: what is pictured, with its dilation. `small`: its miniature, which is what runs."""
+        self.job, self.small, self.rank = job, small, rank
         steps = (*range(modes.FIRST_STEADY_STEP), None)
         ops = max(len(program.ops) for step in steps for program in modes.plan(job, step).programs)
         self.table = Table(folder / TABLE, job.processes, ops)
@@ -76,7 +86,8 @@ class Pace:
         self._programs: dict[int, list[Beat]] = {}  # by the first step that is like theirs
         self._program: list[Beat] = []
         self._compute: dict[tuple, int] = {}
-        self._moved: dict[tuple[int, str], deque[tuple[int, int]]] = {}  # step, lane: when what it carried moved
+        self._moved: dict[tuple[int, str], list[Moved]] = {}  # step, lane: what it carried, in the program's order
+        self._sizes: dict[int, dict[str, list[int]]] = {}  # the same of programs: bytes in the miniature, by lane
 
     # --- a step --------------------------------------------------------------------------------------------------
 
@@ -106,6 +117,11 @@ class Pace:
             graph = match(plan, slower.apart(plan.world_size))
             seconds = durations(graph, machine_of(self.job), slower)
             self._programs[alike] = of_rank(graph, seconds, spec.dilation, self.rank)
+            self._sizes[alike] = sizes = defaultdict(list)
+            small = modes.plan(self.small, step)
+            for op in small.program(self.rank).ops:
+                if not op.is_compute:
+                    sizes[small.lane(self.rank, op)].append(op.bytes)
         self._program = self._programs[alike]
         self._compute = {beat.key: place for place, beat in enumerate(self._program) if beat.act == COMPUTE}
 
@@ -119,8 +135,11 @@ class Pace:
             if beat.act == CALL or beat.act == RECEIVE:
                 self.clock = max(self.clock, self._end_of(place))
         self._sleep()
+        sizes = {lane: iter(each) for lane, each in self._sizes[modes.first_alike(self.job, self._step)].items()}
         for place in sorted(self._times):
-            self._moved.setdefault((self._step, self._program[place].lane), deque()).append(self._times[place])
+            beat = self._program[place]
+            one = Moved(beat.act == CALL and not beat.holds_up, beat.key[0], next(sizes[beat.lane]), self._times[place])
+            self._moved.setdefault((self._step, beat.lane), []).append(one)
         self.active = False
 
     # --- its ops -------------------------------------------------------------------------------------------------
@@ -153,14 +172,18 @@ class Pace:
             self._go_to(places.popleft() + 1)
 
     def moved(self, span: Span, offset: int) -> Span:
-        """A message or a collective as it moved on the pictured link. To be asked in the order of each lane.
+        """A message or a collective as it moved on the pictured link. To be asked in the order of each lane, where an
+        asynchronous collective may have been noted late: those after it are known by their bytes (`engine.conform`).
 
         `offset`: ns from CLOCK_MONOTONIC to the clock of the span.
         """
-        times = self._moved.get((span.step, span.lane))
-        if not times:
+        lane = self._moved.get((span.step, span.lane))
+        if not lane:
             return span
-        start, end = times.popleft()
+        which, this = 0, (span.kind, span.bytes)
+        while which < len(lane) and lane[which].free and (lane[which].kind, lane[which].bytes) != this:
+            which += 1
+        start, end = lane.pop(which if which < len(lane) else 0).times
         return span._replace(start=start + offset, end=end + offset)
 
     # --- the clock -----------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") 
     origin = round(json.loads((folder / "status.json").read_text())["created"] * 1e9)
     recorder = Recorder(folder / f"rank{rank}.jsonl", rank, origin, enabled=job.spec.record)
     if asked.spec.paced is not None:
-        recorder.pace = Pace(asked, rank, folder)
+        recorder.pace = Pace(asked, job, rank, folder)
     place = Place(rank, world_size, device, recorder, folder)
     signal.signal(signal.SIGTERM, lambda *_: _leave(recorder))
     fault, step = parse_fault(job.spec.fault), -1

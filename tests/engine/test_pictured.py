@@ -17,6 +17,7 @@ from engine.real import paced
 from engine.real.paced import Pace, Table
 from engine.rules import SpecError
 from engine.spec import Spec
+from engine.timeline import Span
 
 LARGE = {"model": "gpt", "layers": 6, "hidden": 4096, "heads": 32, "context": 2048, "dataset": "synthetic"}
 MIXED = {"model": "moe", "layers": 3, "hidden": 1024, "heads": 16, "context": 512, "dataset": "synthetic"}
@@ -166,7 +167,7 @@ def test_ranks_that_keep_time_end_when_the_simulator_says(case: dict, tmp_path, 
     monkeypatch.setattr(Pace, "_sleep", lambda self: None)
     monkeypatch.setattr(paced, "LOOK", 0.0)
     job = at_scale(_job(case, paced="a100", timeout=10.0))
-    paces = [Pace(job, rank, tmp_path) for rank in range(4)]
+    paces = [Pace(job, trained(job), rank, tmp_path) for rank in range(4)]
     plan = modes.plan(job, STEP)
     threads = [threading.Thread(target=Names(pace, plan, rank)) for rank, pace in enumerate(paces)]
     for thread in threads:
@@ -189,7 +190,7 @@ def test_ranks_that_keep_time_end_when_the_simulator_says(case: dict, tmp_path, 
 def test_a_message_moves_when_the_simulator_says(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Pace, "_sleep", lambda self: None)
     job = at_scale(_job({"mode": "layer_split", "devices": 2} | LARGE))
-    paces = [Pace(job, rank, tmp_path) for rank in range(2)]
+    paces = [Pace(job, trained(job), rank, tmp_path) for rank in range(2)]
     threads = [threading.Thread(target=Names(pace, modes.plan(job, STEP), rank)) for rank, pace in enumerate(paces)]
     for thread in threads:
         thread.start()
@@ -205,13 +206,36 @@ def test_a_message_moves_when_the_simulator_says(tmp_path, monkeypatch) -> None:
     assert moved == 4
 
 
+def test_a_bucket_that_is_noted_late_keeps_its_own_time(tmp_path, monkeypatch) -> None:
+    """gloo's threads may note the second of two reductions first, as conformance allows: it is known by its bytes."""
+    monkeypatch.setattr(Pace, "_sleep", lambda self: None)
+    settings = {"model": "mlp", "layers": 3, "hidden": 2048, "paced": "h100", "timeout": 10.0}
+    job = at_scale(prepare(Spec(mode="ddp", devices=2, **settings)))
+    small = trained(job)
+    paces = [Pace(job, small, rank, tmp_path) for rank in range(2)]
+    threads = [threading.Thread(target=Names(pace, modes.plan(job, STEP), rank)) for rank, pace in enumerate(paces)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    lengths = {span.part: span.duration for span in steady_step(job).timeline.spans() if span.kind == "all_reduce"}
+    buckets = [op for op in modes.plan(small, STEP).program(0).ops if op.kind == "all_reduce"]
+    assert len(lengths) == len({op.bytes for op in buckets}) == 2
+    for rank, noted in enumerate([buckets, buckets[::-1]]):
+        for op in noted:
+            span = Span(rank, "dp", "all_reduce", STEP, 0, 0, payload="gradient", bytes=op.bytes)
+            took = paces[rank].moved(span, 0)
+            seconds = (took.end - took.start) / 1e9 / job.spec.dilation
+            assert seconds == pytest.approx(lengths[op.part], rel=1e-4), (rank, op.part)
+
+
 def test_a_rank_that_is_late_catches_up_and_no_more(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(paced, "CATCH_UP", 30_000_000)
     job = at_scale(prepare(Spec(mode="single", devices=1, model="mlp", paced="unit", dilation=0.02)))
     now = [1_000_000_000]
     monkeypatch.setattr(paced.time, "monotonic_ns", lambda: now[0])
     monkeypatch.setattr(paced.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + round(seconds * 1e9)))
-    pace = Pace(job, 0, tmp_path)
+    pace = Pace(job, trained(job), 0, tmp_path)
     pace.meet(0)
     pace.begin("forward", 0, 0, "fc1")
     begun = now[0]
@@ -232,7 +256,8 @@ def test_a_rank_that_is_late_catches_up_and_no_more(tmp_path, monkeypatch) -> No
 
 def test_an_op_that_was_never_named_is_told(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Pace, "_sleep", lambda self: None)
-    pace = Pace(at_scale(prepare(Spec(mode="single", devices=1, model="mlp", paced="unit"))), 0, tmp_path)
+    job = at_scale(prepare(Spec(mode="single", devices=1, model="mlp", paced="unit")))
+    pace = Pace(job, trained(job), 0, tmp_path)
     pace.meet(0)
     pace.complete("forward", 0, 0, "out")
     with pytest.raises(RuntimeError, match="has not come to its backward 0 0 out"):
