@@ -1,4 +1,4 @@
-"""A Timeline, simulated or measured -> where its time went: bubble, exposed communication, busy seconds, idle gaps.
+"""A Timeline, simulated or measured -> where its time went: bubble, exposed communication, overlap.
 
 All are computed step by step: a step lasts from the first start to the last end of any rank in it. Of several steps
 the value is the median, which one slow step does not move. A timeline without spans, or whose steps take no time, has
@@ -20,18 +20,6 @@ BUBBLE_FORMULA = "bubble fraction = idle compute time / (ranks × makespan)"
 BUBBLE_OVER_IDEAL_FORMULA = "bubble over ideal = idle compute time / busy compute time"
 OVERLAP_FORMULA = "overlap = time in which a rank communicates and computes / time in which it communicates"
 EXPOSED_FORMULA = "exposed communication = time in which a rank communicates and does not compute / (ranks × makespan)"
-
-
-class Gap(NamedTuple):
-    """A stretch of a step in which a rank computes nothing; seconds."""
-
-    step: int
-    start: float
-    end: float
-
-    @property
-    def duration(self) -> float:
-        return self.end - self.start
 
 
 class Shares(NamedTuple):
@@ -113,36 +101,6 @@ def shares(timeline: Timeline, *, since: int = 0) -> list[Shares]:
 def _shares(given: Timeline | Sequence[Shares], since: int) -> Sequence[Shares]:
     """Of a timeline, or those that somebody has already."""
     return shares(given, since=since) if isinstance(given, Timeline) else given
-
-
-def busy_seconds(timeline: Timeline, *, since: int = 0) -> dict[str, float]:
-    """Seconds of each kind of op, summed over ranks, in a mean step. Overlapping spans count each for itself."""
-    timeline = _checked(timeline, since)
-    num_steps, weights = len(timeline.steps), timeline.weights[timeline["rank"]]
-    seconds = {}
-    for kind in sorted(set(timeline["kind"].tolist())):
-        mine = timeline["kind"] == kind
-        seconds[kind] = float(weights[mine] @ (timeline["end"][mine] - timeline["start"][mine])) / num_steps
-    return seconds
-
-
-def idle_gaps(timeline: Timeline, *, since: int = 0) -> list[list[Gap]]:
-    """For every rank, the stretches in which it computes nothing, in order of time; from a step's start to its end.
-    None for a rank that another stands for."""
-    timeline = _checked(timeline, since)
-    steps, step, first, last = _steps(timeline)
-    row = step * timeline.world_size + timeline["rank"]
-    spans = {i: (start, furthest) for i, start, furthest in _rows(timeline, row, _is_compute(timeline))}
-    gaps: list[list[Gap]] = [[] for _ in range(timeline.world_size)]
-    nothing, present = np.array([]), np.flatnonzero(timeline.weights).tolist()
-    for i, (step_start, step_end) in enumerate(zip(first, last, strict=True)):
-        for rank in present:
-            start, furthest = spans.get(i * timeline.world_size + rank, (nothing, nothing))
-            begin, end = np.append(step_start, furthest), np.append(start, step_end)
-            idle = end > begin
-            pairs = zip(begin[idle].tolist(), end[idle].tolist(), strict=True)
-            gaps[rank] += [Gap(steps[i], *pair) for pair in pairs]
-    return gaps
 
 
 def _rows(
