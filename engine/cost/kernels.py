@@ -143,6 +143,12 @@ def halves(kernels: Kernels) -> tuple[Kernels, Kernels]:
     return tuple(k for k in kernels if not k.of_weight), tuple(k for k in kernels if k.of_weight)
 
 
+def operands(kernels: Kernels) -> int:
+    """Bytes of what weights' gradients are made of: inputs of products, and gradients of their outputs. Of a block they
+    are 32 of the 34 + 5 a s / h that its forward keeps of a number (Qi et al. 2024, table 1)."""
+    return int(sum(kernel.item * kernel.batch * kernel.k * (kernel.m + kernel.n) for kernel in halves(kernels)[1]))
+
+
 @functools.lru_cache(maxsize=4096)
 def backward(kernels: Kernels, samples: int) -> Kernels:
     return input_gradient(kernels, samples) + weight_gradient(kernels, samples)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from engine.validate import words
 from engine.validate.rows import MEASURED, Row, Unusable
+from engine.validate.sources import as_its_source
 from engine.validate.stacks import stack_of
 
 SHAPE = ("layers", "hidden", "heads", "seq_len")
@@ -84,7 +85,8 @@ def case_of(row: Row) -> Case:
     if not row.model or not any(row.model.get(name) is not None for name in SHAPE[:3]):
         raise Unusable("the row gives no shape of its model", str(row.model.get("name") or row.model.get("arch") or ""))
     _strict(row)
-    inferred: list[str] = []
+    row, corrected = as_its_source(row)
+    inferred = [*corrected]
     shape = _model(row.model, inferred)
     layout = _layout(row, inferred)
     batch = _batch(row, layout["dp"], inferred)

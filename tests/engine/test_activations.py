@@ -78,6 +78,24 @@ def test_the_first_stage_holds_as_many_microbatches_as_was_published(chunks):
     assert simulation.memory[0]["activations"] == inputs
 
 
+STAGES = {"mode": "hybrid", "devices": 4, "pp": 4, "dp": 1, "fsdp": 1, "microbatches": 16, "global_batch": 16 * B}
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("schedule", ["zb_h2", "zb_2p"])
+def test_between_the_halves_of_a_backward_there_is_what_weights_gradients_are_made_of(schedule, recompute):
+    """Of a block 32 sbh bytes (Qi et al. 2024, arXiv:2401.10241, table 1): in numbers of two bytes, inputs of products
+    h, h, h, 4h and gradients of their outputs 3h, h, 4h, h. Of the head its input and the logits' gradients."""
+    plan = modes.plan(prepare(Spec(**TRAINED, **STAGES, schedule=schedule, recompute=recompute)), 2)
+    for rank in range(4):
+        ops = plan.program(rank).ops
+        made = sum(op.saved for op in ops if op.kind in ("forward", "recompute") and op.microbatch == 3)
+        gone = [op.remains for op in ops if op.kind == "backward_input" and op.microbatch == 3]
+        back = [op.remains for op in ops if op.kind == "backward_weight" and op.microbatch == 3]
+        assert made + sum(gone) == S * B * 32 * H + (rank == 3) * S * B * 2 * (H + V)
+        assert sum(gone) == -sum(back) < 0
+
+
 def test_a_parameter_takes_18_bytes_of_which_replicas_share_12():
     """Two and four of weights and gradients, twelve of the optimizer (Rajbhandari et al. 2020, arXiv:1910.02054)."""
     settings = TRAINED | {"mode": "hybrid", "devices": 4, "tp": 2, "dp": 2, "fsdp": 1, "global_batch": 2 * B}

@@ -142,6 +142,17 @@ def test_sequences_are_parallel_where_a_recipe_always_has_them_so_and_a_row_does
     assert settings(parallel=layout | {"sp": False}, source="Megatron-Bridge")["sequence_parallel"] is None
 
 
+def test_what_a_rows_source_has_otherwise_counts_and_is_listed():
+    layout = {"gpus": 8, "tp": 4, "pp": 1, "dp": 2, "sp": True}
+    file = "tests/functional_tests/test_cases/gpt/gpt3_7b_tp4_pp1_memory_speed/golden_values_dev_dgx_h100.json"
+    known, other = ({"repo": "NVIDIA/Megatron-LM", "file": name} for name in (file, file.replace("7b", "8b")))
+    assert settings(parallel=layout, source=known)["sequence_parallel"] is None
+    assert settings(parallel=layout, source=other)["sequence_parallel"] is True
+    asks = "no sequence parallelism, which the model_config.yaml of the source does not ask for"
+    assert asks in case(parallel=layout, source=known).inferred
+    assert asks not in case(parallel=layout | {"sp": False}, source=known).inferred
+
+
 def test_what_is_recomputed_selectively_depends_on_the_software():
     assert settings(recompute="selective", source="torchtitan")["every_other"] is True
     assert settings(recompute="full", source="torchtitan")["every_other"] is None

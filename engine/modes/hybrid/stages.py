@@ -153,7 +153,8 @@ def _passes(
     if not split:
         return passes
     apart = recomputes(job) and stage > 0
-    return passes | halves(_backward(units(stays=True) if apart else cut), stage, first=stage == 0)
+    back = _backward(units(stays=True) if apart else cut)
+    return passes | halves(job, passes["forward", stage], back, stage, first=stage == 0)
 
 
 def _backward(cut: Sequence[chain.Unit]) -> list[Op]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine import chain
+from engine.cost import kernels
 from engine.job import Job
 from engine.plan import Op
 
@@ -46,14 +47,20 @@ def passes_of(job: Job, stages: Sequence[int], pipelines: list[range]) -> dict[t
             forward[-1] = replace(forward[-1], saved=forward[-1].saved - output)
         passes |= {("forward", stage): forward, ("backward", stage): backward}
         _, stays = forward_and_backward(job, stage, is_last=is_last, stays=stage not in firsts)
-        passes |= halves(stays, stage, first=stage in firsts)
+        passes |= halves(job, forward, stays, stage, first=stage in firsts)
     return passes
 
 
-def halves(backward: Sequence[Op], stage: int, *, first: bool) -> dict[tuple[str, int], list[Op]]:
+def halves(
+    job: Job, forward: Sequence[Op], backward: Sequence[Op], stage: int, *, first: bool
+) -> dict[tuple[str, int], list[Op]]:
     """A backward's two halves. In that of the input layers are computed again and ranks meet, each time before what
-    needs it; that of the weights needs nobody, and what it needs is there. A first stage leaves all to it."""
-    total = chain.whole_stage([op for op in backward if goes_back(op)])
+    needs it; that of the weights needs nobody, and what it needs is there. A first stage leaves all to it.
+
+    PyTorch keeps all that was saved until the second half. Megatron-LM's zero-bubble schedules go through all layers
+    in the first, in a first stage too, and set operands of products aside for the second (Qi et al. 2024, section 2).
+    """
+    first, total = first and not job.spec.master_weights, chain.whole_stage([op for op in backward if goes_back(op)])
     there, rest = chain.halves(total, first=first)
     if first:
         return {
@@ -61,6 +68,10 @@ def halves(backward: Sequence[Op], stage: int, *, first: bool) -> dict[tuple[str
             ("backward_weight", stage): [replace(op, kind=rest.kind) if goes_back(op) else op for op in backward],
         }
     inputs = [chain.halves(op)[0] if goes_back(op) else op for op in backward]
+    if job.spec.master_weights:
+        gone = max(0, sum(op.saved for op in (*forward, *backward)) - kernels.operands(rest.kernels))
+        inputs[-1] = replace(inputs[-1], remains=-gone)  # and with the rest of it, in the second
+        rest = replace(rest, remains=gone)
     return {("backward_input", stage): inputs, ("backward_weight", stage): [rest]}
 
 

@@ -1,0 +1,43 @@
+"""A row, and what its own source has otherwise than the collection -> the row as its source has it.
+
+Rows are taken at their word, unless the text that a row names as its source says something else. That is listed as
+inferred, with where it stands. Here are facts of layouts only, and no numbers to fit.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from engine.validate.rows import Row
+
+
+class Said(NamedTuple):
+    where: str  # pattern of the source of a row
+    parallel: dict[str, Any]
+    text: str
+
+
+SAID = (
+    # Megatron-LM has --sequence-parallel off unless asked for (arguments.py). This test's configuration, beside the
+    # values that it measured, never asked for it, in none of the commits that we could read (1739859b, 2efc870f). What
+    # is allocated between steps says nothing of it, and is met: 20.66 GB measured, 20.65 planned.
+    Said(
+        r"gpt3_7b_tp4_pp1_memory_speed/",
+        {"sp": False},
+        "no sequence parallelism, which the model_config.yaml of the source does not ask for",
+    ),
+)
+
+
+def as_its_source(row: Row) -> tuple[Row, tuple[str, ...]]:
+    """The row, and what was put right in it, in words."""
+    found = [
+        said
+        for said in SAID
+        if re.search(said.where, row.source) and any(row.parallel.get(name) != to for name, to in said.parallel.items())
+    ]
+    for said in found:
+        row = replace(row, parallel=row.parallel | said.parallel)
+    return row, tuple(said.text for said in found)
