@@ -40,6 +40,7 @@ def show() -> None:
     mark = Path(pages.__file__).with_name("mark.svg")
     st.set_page_config(page_title="Lockstep", page_icon=mark, layout="wide", initial_sidebar_state=SIDEBAR)
     st.logo(mark, size="large")
+    st.html(Path(pages.__file__).with_name("page.css"))
     warm_launcher()
     text = locales.text(read_language())
     # Pages have no icons: a browser would ask Google for them.

@@ -22,6 +22,7 @@ from engine.settings import DATA_MODES, MODE_SETTINGS, degree
 from engine.spec import Spec
 
 TOGETHER = 4  # changes at most
+MICROSTEPS = 3  # the first, the last, and one of those between, which are alike: more hold no more
 FOUND = 4  # that fit, and are simulated
 
 Change = dict[str, Any]
@@ -74,7 +75,11 @@ def would_fit(spec: Spec, capacity: int, dilation: float = 1.0) -> list[dict[str
 
 def _fullest(spec: Spec) -> int:
     """Bytes at most on any rank."""
-    plan = modes.plan(prepare(spec), modes.FIRST_STEADY_STEP)
+    job = prepare(spec)
+    if job.microsteps > MICROSTEPS:
+        fewer = spec.global_batch // job.microsteps * MICROSTEPS
+        job = prepare(spec.with_(accumulate=MICROSTEPS, global_batch=fewer))
+    plan = modes.plan(job, modes.FIRST_STEADY_STEP)
     return max(sum(memory_of(program)[0].values()) for program in plan.programs)
 
 

@@ -110,5 +110,6 @@ def layout(**changes: Any) -> dict[str, Any]:
         "yaxis": plain,
     }
     for name, value in changes.items():
-        base[name] = base[name] | value if isinstance(value, dict) and isinstance(base.get(name), dict) else value
+        own = plain if re.fullmatch("[xy]axis[0-9]*", name) else base.get(name)
+        base[name] = own | value if isinstance(value, dict) and isinstance(own, dict) else value
     return base

@@ -38,7 +38,7 @@ NAMES = {
     "drain": "pipeline drain",
     "straggler": "waiting for a straggler",
     "communication": "exposed communication",
-    "loading": "data loading",
+    "loading": "waiting for data",
     "contention": "contention, more ranks than cores",
     "overhead": "overhead between ops",
     "start": "start-up",

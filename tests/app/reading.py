@@ -19,9 +19,9 @@ def numbers(app: AppTest) -> dict[str, str]:
 
 
 def words(app: AppTest) -> str:
-    """All running text of the main part."""
+    """All running text of the main part, also what is told on demand."""
     parts = [*app.main.markdown, *app.main.caption, *app.main.error, *app.main.warning, *app.main.info, *app.main.code]
-    return "\n".join(part.value for part in parts).replace("\\", "")
+    return "\n".join(f"{part.value} {getattr(part.proto, 'help', '')}" for part in parts).replace("\\", "")
 
 
 def query(app: AppTest) -> dict[str, str]:

@@ -209,6 +209,11 @@ def test_a_wrong_setting_is_explained_in_place_and_keeps_the_last_picture(lab: L
         ("mode=fsdp&devices=3&model=mlp", "mode=fsdp&devices=3&model=mlp&global-batch=63"),
         ("mode=pipeline&devices=4&model=mlp&microbatches=5", "mode=pipeline&devices=4&model=mlp&microbatches=2"),
         ("mode=ddp&devices=4&nonsense=1", "mode=ddp&devices=4"),
+        # 128 replicas need a batch of 128, and 16 stages then one of 2,048.
+        (
+            "mode=hybrid&devices=2048&pp=16&dp=128&model=llama3_8b&layers=14&machine=h100",
+            "mode=hybrid&devices=2048&pp=16&dp=128&model=llama3_8b&layers=14&machine=h100&global-batch=2048",
+        ),
     ],
 )
 def test_of_a_link_that_does_not_work_the_nearest_that_does_is_shown(lab: Lab, link: str, instead: str):

@@ -100,7 +100,7 @@ def test_a_link_to_a_run_brings_its_settings_and_what_it_proved(lab: Lab, record
     app = lab(f"run={record(spec).name}")
     said = words(app)
     assert app.number_input(key="set-microbatches").value == 4
-    assert "Loss differs by 2e-07" in said and "First 3 steps" in said and "gradients 3e-06" in said
+    assert "Loss differs by 2e-07" in said and "First 3 steps" in said and "Gradients 3e-06" in said
     assert "tolerance: loss 1e-04" in said.lower()
     assert "70 of 70 ops" in said
     assert "42 s" in said  # measured: twice the predicted 3 s x (4 + 4 - 1)
@@ -132,8 +132,8 @@ def test_where_the_time_went_is_told_of_the_step_that_is_shown(lab: Lab, record:
 
 
 def test_the_prediction_error_is_shown_for_this_machine_alone(lab: Lab, record: Callable[..., Path]):
-    assert "prediction -50%" in words(lab(f"run={record(Spec()).name}"))
-    assert "prediction -50%" not in words(lab(f"run={record(Spec(machine='h100')).name}"))
+    assert "prediction \u221250\u00a0%" in words(lab(f"run={record(Spec()).name}"))
+    assert "prediction \u221250\u00a0%" not in words(lab(f"run={record(Spec(machine='h100')).name}"))
 
 
 def test_broken_parity_is_red_and_says_why(lab: Lab, record: Callable[..., Path]):
@@ -146,9 +146,13 @@ def test_broken_parity_is_red_and_says_why(lab: Lab, record: Callable[..., Path]
         "reason": "loss_max_abs_diff is 0.25, more than 1e-04",
         "steps": 3,
     }
-    said = words(lab(f"run={record(Spec(), parity=bad).name}"))
+    run = record(Spec(), parity=bad).name
+    said = words(lab(f"run={run}"))
     assert ":red-badge[:material/close: differs]" in said
+    assert "**Loss differs by 2.5e-01; allowed: 1e-04.**" in said
+    assert ":red[Gradients differ by ∞; allowed: 1e-03. Parameters differ by 5e-01; allowed: 1e-04.]" in said
     assert "loss_max_abs_diff is 0.25, more than 1e-04" in said
+    assert "梯度相差 ∞；允许 1e-03" in words(lab(f"run={run}&lang=zh"))
     assert ":green-badge[:material/check: equal]" not in said
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.fits import fits, would_fit
+from engine.fits import MICROSTEPS, _fullest, fits, would_fit
 from engine.job import prepare
 from engine.predict import predict
 from engine.presets import PRESETS, family
@@ -89,3 +89,21 @@ def test_over_a_step_as_much_is_held_at_most_as_the_peak_says_and_in_the_end_wha
         remains = sum(op.remains for op in program.ops)
         assert held.total[-1] == sum(program.memory.values()) + loads + remains
         assert (np.diff(held.seconds) > 0).all()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mode": "ddp"},
+        {"mode": "ddp", "sync_every_microstep": True},
+        {"mode": "fsdp"},
+        {"mode": "zero2", "sync_every_microstep": True},
+        {"mode": "tensor"},
+        {"mode": "context"},
+        {"mode": "hybrid", "fsdp": 2, "dp": 2},
+    ],
+)
+def test_many_micro_steps_hold_as_much_as_a_few(settings: dict):
+    """What is planned instead to find the fullest rank is smaller, and as full."""
+    spec = Spec(devices=4, model="gpt", machine="h100", global_batch=64, accumulate=MICROSTEPS + 5, **settings)
+    assert _fullest(spec) == max(predict(spec).simulation.peak_memory)

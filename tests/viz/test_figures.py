@@ -308,9 +308,9 @@ def test_predicted_and_measured_seconds_are_means_over_ranks_and_steps():
     assert info.pairs == (Pair("load", None, pytest.approx(0.1)), Pair("forward", 2.0, 4.0))
     assert [pair.error for pair in info.pairs] == [None, -0.5]
     figure = plot_compare(info, EN)
-    assert "forward: predicted 2 s, measured 4 s (-50%)" in figure.data[1].hovertext
+    assert "forward: predicted 2 s, measured 4 s (\u221250\u00a0%)" in figure.data[1].hovertext
     assert [bool(bars.marker.pattern.shape) for bars in figure.data] == [True, False]  # hatched, solid
-    assert list(figure.data[1].text) == ["", "-50%"]
+    assert list(figure.data[1].text) == ["", "\u221250\u00a0%"]
 
 
 def test_the_accuracy_of_a_run_is_drawn_with_its_step():

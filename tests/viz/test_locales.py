@@ -36,6 +36,7 @@ from engine.spec import (
 from viz.figures import words
 from viz.locales import LANGUAGES, read, text
 from viz.locales.engine import explain, help_of, lesson, phrase, reasons, waiting
+from viz.pages.lesson import WORDS, words_of
 
 OTHERS = [language for language in LANGUAGES if language != "en"]
 PAGES = Path(__file__).resolve().parents[2] / "viz" / "pages"
@@ -134,6 +135,18 @@ def test_every_rule_is_told_with_the_engine_s_values(language: str):
     assert {code: blanks(rule) for code, rule in rules.items()} == {code: blanks(rule) for code, rule in RULES.items()}
 
 
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_a_lesson_s_words_are_told_to_those_who_do_not_know_them(language: str):
+    """Every collective that a step happens in, and no word that no lesson has."""
+    told = {mode: words_of(lesson(language, mode), text(language)) for mode in MODES}
+    assert {word for found in told.values() for word in found} == set(WORDS)
+    assert all(text(language)(f"word.{word}.means") for word in WORDS)
+    for mode in MODES:
+        happens = {kind for step in lesson("en", mode).steps for kind in step.kinds}
+        assert happens & {*WORDS} <= {*told[mode]}, mode
+    assert {"all_reduce", "bucket", "rank"} <= {*told["ddp"]} and not {"stage", "microbatch"} & {*told["ddp"]}
+
+
 @pytest.mark.parametrize("language", OTHERS)
 def test_every_wait_is_told_with_the_engine_s_values(language: str):
     told = read(f"engine.{language}")["waits"]
@@ -150,8 +163,11 @@ def test_every_wait_is_told_with_the_engine_s_values(language: str):
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_every_cause_has_a_name_in_a_legend(language: str):
-    assert all(f"figure.cause.{cause}" in text(language) for cause in CAUSES)
+def test_every_cause_has_a_name_in_a_legend_and_sentences_have_it_too(language: str):
+    for cause in CAUSES:
+        gap = {"code": "nothing", "rank": 0, "other": None, "kind": "", "payload": "", "name": "", "microbatch": None,
+               "part": "", "cause": cause}  # fmt: skip
+        assert text(language)(f"figure.cause.{cause}") in waiting(gap, "1 s", text(language)), cause
 
 
 def test_english_is_the_engine_s_own():

@@ -37,19 +37,23 @@ def test_parts_are_stacked_to_the_peak_below_the_line_of_the_device(language):
     assert len(names) == len(set(names))
     far = plot_over_time(info._replace(capacity=10**15), locales.text(language)).to_dict()
     assert not far["layout"].get("shapes")
+    assert far["layout"]["yaxis"]["ticksuffix"] == " GB"  # of what is held, not of a capacity that is not drawn
+    axes = [far["layout"][f"yaxis{row}"] for row in ("", *range(2, 1 + len(info.ranks)))]
+    assert {(axis["showgrid"], axis["zeroline"]) for axis in axes} == {(False, False)}
 
 
 @pytest.mark.browser
 @pytest.mark.xdist_group("player")
 @pytest.mark.parametrize("spec", [LARGE, Spec(mode="tensor", devices=2, model="gpt")], ids=["three ranks", "one"])
 def test_no_words_lie_on_others(spec, browser):
-    """The legend, the names of ranks, the peaks and the axes' numbers, as wide as a page has them."""
+    """The names of ranks, the peaks and the axes' numbers, as wide as a page has them."""
     figure = plot_over_time(over_time_info(predict(spec).simulation, H100), locales.text("en"))
     page = browser.new_page(viewport={"width": 860, "height": 900})
+    figure.layout.showlegend = False  # chart.js has it in a line of its own
     page.set_content(figure.to_html(include_plotlyjs=True))
-    page.wait_for_selector(".legend")
+    page.wait_for_selector(".annotation-text")
     boxes = page.evaluate(
-        """() => [...document.querySelectorAll(".legendtext, .annotation-text, .xtick text, .ytick text, .y2tick text")]
+        """() => [...document.querySelectorAll(".annotation-text, .xtick text, .ytick text, .y2tick text")]
           .map((e) => [e.textContent, e.getBoundingClientRect()])
           .map(([t, b]) => [t, b.left, b.right, b.top, b.bottom])"""
     )

@@ -92,7 +92,15 @@ def test_flights_along_one_path_are_kept_apart():
     found = fewer_flights(flights, END)
     assert {flight.path for flight in found} == {((0, 1),), ((1, 0),)}
     assert 200 <= len(found) / 2 <= 251
-    assert fewer_flights(flights[:50], END) == tuple(flights[:50])
+
+
+def test_packets_on_one_way_do_not_lie_on_each_other():
+    """Buckets that follow each other within a leg's time: seen are those between which there is room for a packet."""
+    leg, ring = 1 / 128, tuple((i, (i + 1) % 4) for i in range(4))
+    flights = [Flight(i * leg / 8, i * leg / 8 + 4 * leg, "gradient", i, ring) for i in range(40)]
+    assert [flight.number for flight in fewer_flights(flights, END)] == list(range(0, 40, 4))
+    apart = [Flight(i * leg / 2, i * leg / 2 + leg, "activation", i, ((0, 1),)) for i in range(40)]
+    assert fewer_flights(apart, END) == tuple(apart)
 
 
 @pytest.mark.parametrize("spec", [

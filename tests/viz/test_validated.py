@@ -58,7 +58,7 @@ def test_both_axes_are_logarithmic_and_the_same_so_that_the_diagonal_is_where_bo
 
 def test_a_point_says_which_training_it_is_and_who_measured_it_with_nothing_taken_as_html():
     (said,) = [trace["hovertext"][0] for trace in marks(plot_validated(validated_info(ROWS[:1]), TEXT))]
-    for part in ("<b>a</b>", "24 × 1024 · tp2", "16 × a100 · bf16", "measured 1 s · predicted 1.1 s · +10.0%"):
+    for part in ("<b>a</b>", "24 × 1024 · tp2", "16 × a100 · bf16", "measured 1 s · predicted 1.1 s · +10.0\u00a0%"):
         assert part in said
     assert "A. Author &lt;2022&gt;, Table 1" in said
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from engine.plan import KINDS
 from engine.timeline import Timeline
 from viz import theme
-from viz.figures.words import Text, op_name, show_seconds, unit_of
+from viz.figures.words import Text, op_name, show_error, show_seconds, unit_of
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -65,7 +65,7 @@ def plot_compare(info: CompareInfo, text: Text) -> go.Figure:
     for source, name in (("predicted", text("figure.predicted")), ("measured", text("figure.measured"))):
         values = [getattr(pair, source) for pair in info.pairs]
         hatched = {"shape": "/", "fillmode": "replace", "size": 7, "solidity": 0.35} if source == "predicted" else {}
-        errors = ["" if pair.error is None else f"{pair.error:+.0%}" for pair in info.pairs]
+        errors = ["" if pair.error is None else show_error(pair.error) for pair in info.pairs]
         data.append({
             "type": "bar", "orientation": "h", "name": name,
             "x": [None if value is None else _round(value / size) for value in values], "y": names,
@@ -75,12 +75,12 @@ def plot_compare(info: CompareInfo, text: Text) -> go.Figure:
             "hovertext": [_hover(pair, text) for pair in info.pairs], "hoverinfo": "text",
         })  # fmt: skip
     layout = theme.layout(
-        height=70 + 44 * max(1, len(names)),
+        height=48 + 44 * max(1, len(names)),
         showlegend=True,
         barmode="group",
         bargap=0.3,
         bargroupgap=0.05,
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
+        margin={"b": 36},
         xaxis={"rangemode": "tozero", "ticksuffix": f" {unit}", "nticks": 7, "showline": True, "linecolor": theme.LINE},
         # Unseen ticks keep the names clear of the bars.
         yaxis={
@@ -107,7 +107,7 @@ def _hover(pair: Pair, text: Text) -> str:
     name = _name(pair.kind, text)
     if pair.error is not None:
         shown = {"predicted": show_seconds(pair.predicted), "measured": show_seconds(pair.measured)}
-        return text("figure.compare.hover", op=name, error=f"{pair.error:+.0%}", **shown)
+        return text("figure.compare.hover", op=name, error=show_error(pair.error), **shown)
     known = [
         (word, value) for word, value in zip(("predicted", "measured"), pair[1:], strict=True) if value is not None
     ]

@@ -85,7 +85,6 @@ def plot_losses(curves: LossesInfo | Mapping[str, LossesInfo], text: Text) -> go
     layout = theme.layout(
         height=280,
         showlegend=len(drawn) > 1,
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
         xaxis=axis | {"title": {"text": text("figure.losses.axis_step")}, "rangemode": "tozero"} | ticks,
         yaxis=axis | {"title": {"text": text("figure.losses.axis_loss")}, "nticks": 6},
     )

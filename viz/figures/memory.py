@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.cost.memory import CATEGORIES
 from viz import theme
-from viz.figures.words import Text, show_bytes
+from viz.figures.words import Text, show_bytes, size_unit
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -66,7 +66,7 @@ def plot_memory(info: MemoryInfo, text: Text) -> go.Figure:
     both = any(row.measured for row in info.rows)
     sources = [("predicted", "planned", -0.21 if both else 0.0)] + ([("measured", "measured", 0.21)] if both else [])
     thick = 0.36 if both else 0.6
-    size, unit = _unit(max((sum(row.planned.values()) for row in info.rows), default=0))
+    size, unit = size_unit(max((sum(row.planned.values()) for row in info.rows), default=0))
     data = []
     for source, field, shift in sources:
         below = [0] * len(info.rows)
@@ -93,11 +93,10 @@ def plot_memory(info: MemoryInfo, text: Text) -> go.Figure:
         notes = [{"text": words, "showarrow": False, "xref": "paper", "yref": "paper", "x": 0, "y": -0.02,
                   "yshift": -46, "xanchor": "left"}]  # fmt: skip
     layout = theme.layout(
-        height=110 + (64 if both else 44) * max(1, len(names)) + (24 if info.hidden else 0),
+        height=62 + (64 if both else 44) * max(1, len(names)) + (34 if info.hidden else 0),
         barmode="overlay",
         showlegend=True,
-        legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal"},
-        margin={"t": 44, "b": 76 if info.hidden else 48},
+        margin={"b": 70 if info.hidden else 36},
         xaxis={"ticksuffix": f" {unit}", "nticks": 7, "showline": True, "linecolor": theme.LINE, "rangemode": "tozero"},
         yaxis={
             "tickvals": list(range(len(names))),
@@ -115,10 +114,6 @@ def plot_memory(info: MemoryInfo, text: Text) -> go.Figure:
 
 def _ranks(row: Row, text: Text) -> str:
     return text("figure.ranks", ranks=f"{row.first}–{row.last}")
-
-
-def _unit(most: float) -> tuple[float, str]:
-    return next(((scale, name) for scale, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if most >= scale), (1.0, "B"))
 
 
 def _round(value: float) -> float:

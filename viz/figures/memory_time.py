@@ -10,7 +10,7 @@ import numpy as np
 from engine.held import OVER_TIME, OverTime
 from engine.simulate import Simulation
 from viz import theme
-from viz.figures.words import Text, show_bytes, unit_of
+from viz.figures.words import Text, show_bytes, size_unit, unit_of
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -76,14 +76,12 @@ def plot_over_time(info: OverTimeInfo, text: Text) -> go.Figure:
     import plotly.graph_objects as go
 
     unit, unit_name = unit_of(info.seconds)
-    most = max([rank.peak[1] for rank in info.ranks] + [info.capacity or 0])
-    size, size_name = next(
-        (s, n) for s, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")) if most >= s or s == 1
-    )
+    most = max(rank.peak[1] for rank in info.ranks)
     # A capacity that is far above would press everything down: then it is told, not drawn.
-    shown = info.capacity is not None and info.capacity <= 4 * max(rank.peak[1] for rank in info.ranks)
+    shown = info.capacity is not None and info.capacity <= 4 * most
+    size, size_name = size_unit(max(most, info.capacity) if shown else most)
     # Room for a peak's words, below the rank's name.
-    top = max(1.4 * max(rank.peak[1] for rank in info.ranks), 1.12 * most if shown else 0) / size
+    top = max(1.4 * most, 1.12 * info.capacity if shown else 0) / size
     gap, number = 0.1, len(info.ranks)
     each = (1 - gap * (number - 1)) / number
     data, axes, notes, shapes = [], {}, [], []
@@ -125,10 +123,9 @@ def plot_over_time(info: OverTimeInfo, text: Text) -> go.Figure:
     x = {"range": [0, info.seconds / unit], "ticksuffix": f" {unit_name}", "nticks": 8, "anchor": f"y{axis}"}
     x |= {"ticks": "outside", "ticklen": 8, "tickcolor": "rgba(0,0,0,0)"}  # clear of the lowest size
     layout = theme.layout(
-        height=90 + HEIGHT * number,
+        height=42 + HEIGHT * number,
         showlegend=True,
-        legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "top", "yref": "container", "traceorder": "normal"},
-        margin={"t": 84, "b": 48},
+        margin={"t": 32, "b": 36},
         hovermode="x unified",
         xaxis=x,
         shapes=shapes,

@@ -24,7 +24,8 @@ OUTSIDE = -1  # where a batch comes from
 NOT_HELD = -1  # instead of a stage
 
 BOX_WIDTHS, BOX_SHARE = (56, 250), 0.64  # narrowest and widest; part of a column that its box takes
-MARGIN, GAP = 44, 58  # above and below all boxes, where batches enter; between two rows of boxes
+MARGIN, GAP = 44, 58  # above all boxes, and below several rows, where batches enter; between two rows of boxes
+BELOW = 16  # a single row
 TITLE, FOOT, PAD = 34, 26, 10  # inside a box: above the cells, below them, at their sides
 CELL_HEIGHTS, MAX_COLUMN = (14, 26), 8  # of cells stacked in a column; more than these stand in one row
 FRAME = 9  # between boxes and the frame round them
@@ -100,7 +101,8 @@ def places(
     high = TITLE + zone + FOOT
     pitch = WIDTH / columns
     wide = min(BOX_WIDTHS[1], max(BOX_WIDTHS[0], BOX_SHARE * pitch))
-    height = 2 * MARGIN + rows * high + (rows - 1) * GAP
+    below = MARGIN if rows > 1 else BELOW
+    height = MARGIN + rows * high + (rows - 1) * GAP + below
     boxes = []
     for rank in ranks:
         column, row = spots[rank]

@@ -98,6 +98,8 @@ def _rectangles(info: PictureInfo, bars: Iterable[Bar], *, rim: bool = False) ->
             if end - start < 4 * thin:
                 continue
             start, end, y0, y1 = start + thin, end - thin, round(y0 + 1.4, 1), round(y1 - 1.4, 1)
+        elif end - start > 6 * thin:  # what follows it at once is seen to be another
+            end -= thin / 2
         left, right = round(start / unit, digits), round(end / unit, digits)
         x += (left, right, right, left, None)
         y += (y0, y0, y1, y1, None)

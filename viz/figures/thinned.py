@@ -17,6 +17,7 @@ from viz.figures.rows import Bar
 MOST_BARS, MOST_FLIGHTS = 4000, 3000  # that are drawn one by one
 NARROW = 0.0012  # of the clock: about a pixel
 STRIPE = 0.004  # and of a stripe
+ROOM = 0.4  # of a leg, between two packets
 APART = 0.004  # flights along one path start at least so much of the clock after each other
 
 
@@ -39,13 +40,12 @@ def thinned(bars: Sequence[Bar], end: float, most: int = MOST_BARS) -> tuple[Bar
 
 
 def fewer_flights(flights: Sequence[Flight], end: float, most: int = MOST_FLIGHTS) -> tuple[Flight, ...]:
-    """Where there are more than `most`, of those that follow each other too closely along one path the first."""
-    if len(flights) <= most:
-        return tuple(flights)
-    kept, last = [], {}
+    """Of those that follow each other so closely along one path that they lie on each other, the first; where there are
+    more than `most`, of those that start less than APART after each other."""
+    kept, last, apart = [], {}, APART * end * (len(flights) > most)
     for flight in flights:  # in order of start
-        way = (flight.path, flight.payload)
-        if flight.start - last.get(way, -end) >= APART * end:
+        way, leg = (flight.path, flight.payload), (flight.end - flight.start) / len(flight.path)
+        if flight.start - last.get(way, -end) >= max(apart, ROOM * leg):
             last[way] = flight.start
             kept.append(flight)
     return tuple(kept)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.validate.kept import Row
 from viz import theme
-from viz.figures.words import Text, show_bytes, show_seconds
+from viz.figures.words import Text, show_bytes, show_error, show_seconds
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -130,8 +130,7 @@ def plot_validated(info: ValidatedInfo, text: Text) -> go.Figure:
     layout = theme.layout(
         height=HEIGHT,
         showlegend=True,
-        legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "top", "yref": "container", "itemsizing": "constant"},
-        margin={"l": 92, "t": 64, "b": 64},
+        margin={"l": 92, "t": 16, "b": 64},
         hovermode="closest",
         hoverlabel=HOVER,
         xaxis=axis | {"title": {"text": text(f"figure.validated.{info.quantity}.measured"), "standoff": 12}},
@@ -162,11 +161,10 @@ def plot_set_errors(found: Sequence[SetError], text: Text) -> go.Figure:
     })  # fmt: skip
     data[-1]["marker"] |= {"size": 9, "opacity": 0.75, "line": {"width": 1.5, "color": theme.INK}}
     layout = theme.layout(
-        height=110 + LINE_HEIGHT * len(found),
+        height=56 + LINE_HEIGHT * len(found),
         showlegend=True,
         barmode="overlay",
-        legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "top", "yref": "container", "traceorder": "normal"},
-        margin={"l": 190, "t": 64, "b": 48},
+        margin={"l": 190, "t": 16, "b": 40},
         hovermode="closest",
         hoverlabel=HOVER,
         xaxis={
@@ -190,7 +188,7 @@ def _points(points: Sequence[Point], colour: str, shape: str, quantity: str, tex
 def _hover(point: Point, quantity: str, text: Text) -> str:
     """Which training, on what, measured and predicted, and who measured it."""
     row, show = point.row, show_seconds if quantity == "time" else show_bytes
-    shown = {"measured": show(point.measured), "predicted": show(point.predicted), "error": f"{point.error:+.1%}"}
+    shown = {"measured": show(point.measured), "predicted": show(point.predicted), "error": show_error(point.error, 1)}
     lines = [
         f"<b>{html.escape(row.id)}</b>",
         html.escape(f"{row.model} · {row.layout}"),

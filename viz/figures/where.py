@@ -90,11 +90,10 @@ def plot_where(info: WhereInfo, text: Text) -> go.Figure:
         notes = [{"text": words, "showarrow": False, "xref": "paper", "yref": "paper", "x": 0, "y": 0,
                   "yshift": -58, "xanchor": "left"}]  # fmt: skip
     layout = theme.layout(
-        height=130 + 40 * max(1, len(places)) + (28 if notes else 0),
+        height=62 + 40 * max(1, len(places)) + (28 if notes else 0),
         barmode="stack",
         showlegend=True,
-        legend={"orientation": "h", "x": 0, "y": 1.01, "yanchor": "bottom", "traceorder": "normal"},
-        margin={"t": 76, "b": 76 if notes else 48},
+        margin={"b": 78 if notes else 36},
         xaxis={"ticksuffix": f" {unit}", "nticks": 7, "showline": True, "linecolor": theme.LINE,
                "range": [0, _round(info.makespan / size) or 1]},
         yaxis={

@@ -79,6 +79,18 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds / size:.3g} {name}" if abs(seconds / size) < 999.5 else f"{seconds / size:.0f} {name}"
 
 
+def show_error(error: float, digits: int = 0) -> str:
+    """+12 %, −4 %, ±0 %: with a minus as wide as the plus, and not broken over two lines."""
+    shown = f"{100 * error:+.{digits}f}"
+    sign = "±" if not float(shown) else "+" if error > 0 else "\u2212"
+    return f"{sign}{shown[1:]}\u00a0%"
+
+
+def size_unit(most: float) -> tuple[float, str]:
+    """(bytes in one unit, its name) of an axis that goes up to so many bytes."""
+    return next(((1000.0**i, name) for i, name in reversed([*enumerate(SIZES)]) if most >= 1000.0**i), (1.0, SIZES[0]))
+
+
 def show_bytes(size: int) -> str:
     """1,000 bytes are a kB, as on a data sheet."""
     value, power = float(size), 0

@@ -67,14 +67,14 @@ def show_fit(shown: Shown, text: Catalogue) -> None:
     sizes = {name: show_bytes(found[name]) for name in ("peak", "over", "capacity")}
     category = text(f"figure.memory.{found['category']}")
     told = text("fits.no", rank=found["rank"], ranks=found["ranks_over"], category=category, **sizes)
-    st.info(f"{told}\n\n{text('fits.try' if found['would_fit'] else 'fits.none')}", icon=":material/memory:")
-    with st.container(gap=None):
+    st.info(f"{told} {text('fits.try' if found['would_fit'] else 'fits.none')}", icon=":material/memory:")
+    with st.container(horizontal=True, gap="xsmall", key="would-fit"):
         for i, one in enumerate(found["would_fit"]):
             given = {name: write(value) for name, value in one["settings"].items() if value is not None}
             settings = ", ".join(f"`{param(name)} {value}`" for name, value in given.items())
             seconds, peak = show_seconds(one["step_time"]), show_bytes(one["peak_memory"])
             label = text("fits.one", settings=settings, peak=peak, time=seconds)
-            st.button(label, key=f"fit-{i}", on_click=act(partial(_take, one["settings"])), type="tertiary")
+            st.button(label, key=f"fit-{i}", on_click=act(partial(_take, one["settings"])))
 
 
 def _take(settings: Mapping[str, Any], asked: Asked) -> None:

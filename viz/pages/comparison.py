@@ -78,12 +78,12 @@ def _say(setting: str, value: Any, text: Catalogue) -> str:
     return escape(text.name(setting, str(value)))
 
 
-def mark(verdict: dict[str, Any] | None, text: Catalogue) -> str:
-    """A badge for what was proved; a dash where nothing was compared."""
-    ok = (verdict or {}).get("ok")
+def mark(result: dict[str, Any] | None, name: str, text: Catalogue) -> str:
+    """A badge for what was proved, as on the run's own page; a dash where nothing was compared."""
+    ok = ((result or {}).get(name) or {}).get("ok")
     if ok is None:
         return NOTHING
-    word = text(f"runs.{'ok' if ok else 'bad'}")
+    word = text(f"{name}.{'ok' if ok else 'bad'}")
     return f":green-badge[:material/check: {word}]" if ok else f":red-badge[:material/close: {word}]"
 
 
@@ -103,6 +103,6 @@ VALUES = {
     "comparison.rate": _rate,
     "charts.losses": _losses,
     "comparison.accuracy": lambda result, text: percent(result.get("validation_accuracy")),
-    "runs.parity": lambda result, text: mark(result.get("parity"), text),
-    "runs.conformance": lambda result, text: mark(result.get("conformance"), text),
+    "runs.parity": lambda result, text: mark(result, "parity", text),
+    "runs.conformance": lambda result, text: mark(result, "conformance", text),
 }

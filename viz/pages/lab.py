@@ -13,6 +13,7 @@ from engine.launch import Handle
 from engine.rules import SpecError
 from engine.schedules import given
 from engine.spec import Spec
+from engine.timeline import Timeline
 from viz import locales
 from viz.locales import Catalogue
 from viz.locales.engine import explain, lesson
@@ -25,6 +26,7 @@ from viz.pages.prediction import Shown, predict_asked
 from viz.pages.settings import escape, show_language, show_settings
 from viz.pages.state import Asked, act, filled, read_url, write_url
 from viz.pages.verdict import notices, oversubscribed, resumed, scale_model, show_failure, show_verdict
+from viz.pages.waits import show_waits
 
 BUTTON = 190  # pixels
 
@@ -62,13 +64,19 @@ def show(runs_dir: Path) -> None:
         _show_other_run(runs_dir, text)
         show_numbers(shown, text)
         show_fit(shown, text)
+        _show_picture(shown, None, text)
         if shown.prediction.job.spec.machine == "local":
             show_calibration(text)
-        show_picture(shown, None, text, _name(shown))
         show_memory(shown, None, text)
     else:
         _show_run(asked, shown, run, text)
+
+
+def _show_picture(shown: Shown, measured: Timeline | None, text: Catalogue, name: str = "", **how: bool) -> None:
+    """What happens, what it means, and where its time goes."""
+    found = show_picture(shown, measured, text, name or _name(shown), **how)
     show_lesson(shown.prediction.job.spec.mode, text)
+    show_waits(found, text, key="waits-chart")
 
 
 def _open(asked: Asked, runs_dir: Path) -> tuple[Opened | None, SpecError | None]:
@@ -95,7 +103,8 @@ def _show_head(asked: Asked, shown: Shown, run: Opened | None, runs_dir: Path, t
         with st.container(width=BUTTON, gap="xxsmall"):
             _show_buttons(asked, shown, run, runs_dir, text)
     if shown.error is not None:
-        st.warning(text("lab.last_good"), icon=":material/history:")
+        wrong = escape(explain(text.language, shown.error))
+        st.warning(text("lab.last_good", error=wrong), icon=":material/history:")
     spec = shown.prediction.job.spec
     if run is None and shown.error is None and ":" in (spec.resume or ""):
         st.caption(f":material/info: {resumed(spec, text)}")
@@ -228,7 +237,7 @@ def _show_run(asked: Asked, shown: Shown, run: Opened, text: Catalogue) -> None:
             st.button(text("lab.its_settings"), key="its-settings", on_click=act(Asked.set_all, run.spec))
     if not done:
         show_live(run.handle, text)
-        show_picture(shown, None, text, _name(shown))
+        _show_picture(shown, None, text)
         show_memory(shown, None, text)
         return
     if status["state"] in ("failed", "broken"):
@@ -242,7 +251,7 @@ def _show_run(asked: Asked, shown: Shown, run: Opened, text: Catalogue) -> None:
     if same and measured is None:
         st.caption(text("picture.unrecorded"))
     crowded = not run.elsewhere and oversubscribed(run.spec.to_dict())
-    show_picture(shown, measured, text, run.handle.run_id if same else _name(shown), crowded=crowded)
+    _show_picture(shown, measured, text, run.handle.run_id if same else "", crowded=crowded)
     if result is not None:
         # This machine's prediction is no measure of another's seconds.
         show_charts(result, shown, None if run.elsewhere else measured, text)

@@ -17,7 +17,7 @@ from viz.locales import Catalogue
 from viz.locales.engine import lesson
 from viz.pages.downloads import show_downloads
 from viz.pages.prediction import Shown
-from viz.pages.waits import show_waits, told
+from viz.pages.waits import Told, told
 
 VIEWS = ("predicted", "measured", "both")
 
@@ -37,9 +37,9 @@ def measured_timeline(run_dir: Path) -> Timeline | None:
     return timeline if len(timeline) else None
 
 
-def show_picture(shown: Shown, measured: Timeline | None, text: Catalogue, name: str, *, crowded: bool = False) -> None:
+def show_picture(shown: Shown, measured: Timeline | None, text: Catalogue, name: str, *, crowded: bool = False) -> Told:
     """The moving picture and its files; with a measured run, the switch between it and the prediction, and the step.
-    Below it, where the time went in the step that it shows.
+    Returns where the time went in the step that it shows.
 
     `name` is the run's id, or begins the files' names where there is none. `crowded`: the run's ranks shared cores.
     """
@@ -58,7 +58,7 @@ def show_picture(shown: Shown, measured: Timeline | None, text: Catalogue, name:
         show_downloads(name, spec, exported, payload, text)
         if found.path:  # below what it changes, so that the picture stays above the fold
             st.toggle(text("picture.critical"), key="critical", help=text("picture.critical.help"))
-    show_waits(found, text, key="waits-chart")
+    return found
 
 
 def _show_switch(measured: Timeline, name: str, text: Catalogue) -> tuple[str, int]:

@@ -51,9 +51,10 @@ def _last_good(asked: Asked, wrong: SpecError) -> Shown:
     settings, mended = dict(asked.settings), set()
     while True:
         name = param(wrong.setting)
-        if wrong.setting in FIELDS and wrong.suggest and name not in mended:
-            settings[name] = write(wrong.suggest[0])
-            mended.add(name)
+        works = write(wrong.suggest[0]) if wrong.setting in FIELDS and wrong.suggest else None
+        if works is not None and (name, works) not in mended:
+            settings[name] = works
+            mended.add((name, works))
         elif settings.pop(name, None) is None:
             settings.clear()
         try:

@@ -37,13 +37,15 @@ def show(runs_dir: Path, lab: st.Page) -> None:
     if len(own) + len(recorded) > 1:
         st.caption(text("runs.compare"))
     if own:
-        _show_list(own, runs_dir, lab, asked, text, key="own")
+        with st.container(key="own"):
+            _show_list(own, runs_dir, lab, asked, text, key="own")
     else:
         st.caption(text("runs.none"))
     if recorded:
         st.markdown(f"#### {text('runs.gallery')}")
         st.caption(text("runs.gallery.help"))
-        _show_list(recorded, runs_dir / archive.GALLERY, lab, asked, text, key="gallery")
+        with st.container(key="gallery"):
+            _show_list(recorded, runs_dir / archive.GALLERY, lab, asked, text, key="gallery")
     folders = [runs_dir / run["run_id"] for run in own]
     folders += [runs_dir / archive.GALLERY / run["run_id"] for run in recorded]
     chosen = [folder for folder in folders if st.session_state.get(f"choose-{folder.name}")]
@@ -54,9 +56,10 @@ def show(runs_dir: Path, lab: st.Page) -> None:
 def _show_list(
     found: list[dict[str, Any]], folder: Path, lab: st.Page, asked: Asked, text: Catalogue, key: str
 ) -> None:
-    for place, name in zip(st.columns(WIDTHS), HEADS, strict=False):
-        if name != "choose":
-            place.caption(text(f"runs.{name}"))
+    with st.container(key=f"heads-{key}"):
+        for place, name in zip(st.columns(WIDTHS), HEADS, strict=False):
+            if name != "choose":
+                place.caption(text(f"runs.{name}"))
     pages = -(-len(found) // PAGE)
     number = min(st.session_state.get(f"page-{key}", 1), pages)
     for status in found[(number - 1) * PAGE : number * PAGE]:
@@ -80,8 +83,8 @@ def _show_row(status: Mapping[str, Any], folder: Path, lab: st.Page, asked: Aske
         model.markdown(_model(folder / run_id, text))
         state.markdown(state_badge(status["state"], text))
         step_time.markdown(duration(result.get("step_time")))
-        parity.markdown(mark(result.get("parity"), text))
-        conformance.markdown(mark(result.get("conformance"), text))
+        parity.markdown(mark(result, "parity", text))
+        conformance.markdown(mark(result, "conformance", text))
         way.page_link(lab, label=text("runs.open"), icon=":material/open_in_new:", query_params=link)
         if folder.name != archive.GALLERY:
             with bin.popover("", icon=":material/delete:", help=text("runs.delete"), key=f"delete-{run_id}"):

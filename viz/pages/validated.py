@@ -22,6 +22,7 @@ from viz.figures.validated import (
     set_errors,
     validated_info,
 )
+from viz.figures.words import show_error
 from viz.locales import Catalogue
 from viz.locales.engine import phrase
 from viz.pages.numbers import NOTHING
@@ -263,10 +264,10 @@ def _list(told: Mapping[str, Sequence[str]]) -> None:
 
 
 def percent(value: float | None, *, signed: bool = False) -> str:
-    """Not broken over two lines, and with a minus that is as wide as the plus."""
+    """Not broken over two lines."""
     if value is None:
         return NOTHING
-    return (f"{100 * value:+.1f}" if signed else f"{100 * value:.1f}").replace("-", "\u2212") + "\u00a0%"
+    return show_error(value, 1) if signed else f"{100 * value:.1f}\u00a0%"
 
 
 def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], sides: str, key: str) -> None:

@@ -14,6 +14,7 @@ from engine import archive, checkpoints
 from engine.paced import ratio
 from engine.settings import ONE_PROCESS_MODES
 from engine.spec import Spec
+from viz.figures.words import show_error
 from viz.locales import Catalogue
 from viz.locales.engine import phrase
 from viz.pages.numbers import NOTHING, duration, percent
@@ -32,15 +33,17 @@ def show_verdict(result: Mapping[str, Any], text: Catalogue, elsewhere: bool = F
                 card(result, text, elsewhere) if card is _step_time else card(result, text)
 
 
-def _card(title: str, verdict: str, headline: str, detail: str) -> None:
+def _card(title: str, verdict: str, headline: str, detail: str, more: str = "") -> None:
+    """`more` is told on demand."""
     st.markdown(f":small[:gray[{title}]]&ensp;{verdict}")
-    st.markdown(f"**{headline}**")
+    st.markdown(f"**{headline}**", help=more or None)
     st.caption(detail)
 
 
 def _badge(ok: bool | None, text: Catalogue, prefix: str) -> str:
+    """None where nothing was compared: then the headline says so."""
     if ok is None:
-        return f":gray-badge[{text('verdict.unknown')}]"
+        return ""
     word = text(f"{prefix}.{'ok' if ok else 'bad'}")
     return f":green-badge[:material/check: {word}]" if ok else f":red-badge[:material/close: {word}]"
 
@@ -56,10 +59,22 @@ def _parity(result: Mapping[str, Any], text: Catalogue) -> None:
         detail = escape(phrase(text.language, parity["reason"] or ""))
     else:
         headline = text("parity.headline", loss=_small(parity["loss_max_abs_diff"]))
-        detail = _distances(parity, text("parity.one_device"), text)
+        detail, more = _compared(parity, text("parity.one_device"), text)
         if not parity["ok"]:
-            detail = f":red[{escape(parity['reason'] or '')}]  \n{detail}"
-    _card(text("parity.title"), _badge(parity["ok"], text, "parity"), headline, detail)
+            reason = escape(phrase(text.language, parity["reason"] or ""))
+            first, *others = _beyond(parity, text) or [reason]
+            headline, more = first, f"{more} {reason}"
+            detail = f":red[{' '.join(others)}]  \n{detail}" if others else detail
+    _card(text("parity.title"), _badge(parity["ok"], text, "parity"), headline, detail, more)
+
+
+def _beyond(parity: Mapping[str, Any], text: Catalogue) -> list[str]:
+    """What differs by more than it may."""
+    return [
+        text("parity.beyond", what=text(f"parity.beyond.{name}"), value=_small(parity[name]), allowed=_small(allowed))
+        for name, allowed in parity["tolerance"].items()
+        if parity[name] is None or parity[name] > allowed
+    ]
 
 
 def _parity_by_design(parity: Mapping[str, Any], exact: Mapping[str, Any], text: Catalogue) -> None:
@@ -67,15 +82,15 @@ def _parity_by_design(parity: Mapping[str, Any], exact: Mapping[str, Any], text:
     headline = text("parity.by_design", loss=_small(parity["loss_max_abs_diff"]))
     reason = escape(phrase(text.language, parity["reason"] or ""))
     detail = f"{reason if parity['ok'] is None else f':red[{reason}]'}  \n"
-    detail += f"{_badge(exact['ok'], text, 'parity')} {_distances(exact, text('parity.simulation'), text)}"
-    _card(text("parity.title"), _badge(parity["ok"], text, "parity"), headline, detail)
+    compared, more = _compared(exact, text("parity.simulation"), text)
+    detail += f"{_badge(exact['ok'], text, 'parity')} {compared}"
+    _card(text("parity.title"), _badge(parity["ok"], text, "parity"), headline, detail, more)
 
 
-def _distances(parity: Mapping[str, Any], against: str, text: Catalogue) -> str:
-    detail = text(
-        "parity.detail",
-        steps=parity["steps"],
-        against=against,
+def _compared(parity: Mapping[str, Any], against: str, text: Catalogue) -> tuple[str, str]:
+    """What was compared with what, and how far apart they were."""
+    more = text(
+        "parity.more",
         loss=_small(parity["loss_max_abs_diff"]),
         grad=_small(parity["grad_max_rel_diff"]),
         param=_small(parity["param_max_abs_diff"]),
@@ -85,23 +100,23 @@ def _distances(parity: Mapping[str, Any], against: str, text: Catalogue) -> str:
     )
     if "norm_max_rel_diff" in parity["tolerance"]:
         norm, allowed = parity["norm_max_rel_diff"], parity["tolerance"]["norm_max_rel_diff"]
-        detail += text("parity.norm", norm=_small(norm), tolerance=_small(allowed))
-    return detail
+        more += text("parity.norm", norm=_small(norm), tolerance=_small(allowed))
+    return text("parity.detail", steps=parity["steps"], against=against), more
 
 
 def _conformance(result: Mapping[str, Any], text: Catalogue) -> None:
     found = result["conformance"]
     headline = text("conformance.headline", matched=f"{found['matched']:,}", planned=f"{found['planned']:,}")
-    detail = text("conformance.detail", measured=f"{found['measured']:,}")
+    detail, more = text("conformance.detail"), text("conformance.more", measured=f"{found['measured']:,}")
     if found.get("routed"):
-        detail += " " + text("conformance.routed")
+        more += " " + text("conformance.routed")
     if found["ok"] is None or not found["planned"]:
         headline = text("conformance.none")
         detail = escape(phrase(text.language, found.get("reason") or "")) or detail
     difference = found["first_difference"]
     if difference:
-        detail += f"  \n:red[{escape(describe_difference(difference, text))}]"
-    _card(text("conformance.title"), _badge(found["ok"], text, "conformance"), headline, detail)
+        detail = f":red[{escape(describe_difference(difference, text))}]"
+    _card(text("conformance.title"), _badge(found["ok"], text, "conformance"), headline, detail, more)
 
 
 def describe_difference(difference: Mapping[str, Any], text: Catalogue) -> str:
@@ -133,13 +148,13 @@ def _step_time(result: Mapping[str, Any], text: Catalogue, elsewhere: bool) -> N
     if measured and (machine == "local" or shown is not None):
         error = predicted / measured - 1
         verdict = (
-            f":{'gray' if abs(error) <= 0.25 else 'orange'}-badge[{text('steptime.error', error=f'{error:+.0%}')}]"
+            f":{'gray' if abs(error) <= 0.25 else 'orange'}-badge[{text('steptime.error', error=show_error(error))}]"
         )
     elif machine != "local":
         detail += " " + text("steptime.other_machine")
     if oversubscribed(result["spec"]):
         detail += " " + text("notice.oversubscribed_short")
-    _card(text("steptime.title"), verdict, duration(measured), detail)
+    _card(text("steptime.title"), verdict, duration(measured), detail, text("steptime.more"))
 
 
 def _learning(result: Mapping[str, Any], text: Catalogue) -> None:
@@ -154,13 +169,12 @@ def _learning(result: Mapping[str, Any], text: Catalogue) -> None:
         words.append(text("learning.loss", first=f"{losses[0]:.3g}", last=f"{losses[-1]:.3g}"))
     last = [rows[-1] for rows in result.get("local_losses", []) if rows and rows[-1] is not None]
     low, high = (f"{of(last, default=0):.3g}" for of in (min, max))
-    if low != high:
-        words.append(text("learning.local", low=low, high=high))
+    more = text("learning.local", low=low, high=high) if low != high else ""
     words.append(text("learning.steps", steps=len(result["losses"])))
     detail = " · ".join(words)
     if repeated := result.get("repeated_orders"):
         detail += f"  \n:red[{text('learning.repeated', **repeated[0])}]"
-    _card(text("learning.title"), "", headline, detail)
+    _card(text("learning.title"), "", headline, detail, more)
 
 
 def _small(value: float | None) -> str:
@@ -201,6 +215,8 @@ def oversubscribed(spec: Mapping[str, Any]) -> bool:
 def notices(spec: Spec, text: Catalogue, elsewhere: bool = False) -> list[str]:
     """What a reader of a real run's numbers must know. `elsewhere`: it ran on another machine."""
     found = [text("notice.elsewhere")] if elsewhere else []
+    if spec.fault is not None:
+        found.append(text("notice.fault", fault=f"`{spec.fault}`"))
     if spec.paced is not None:
         found.append(scale_model(spec, text))
     if spec.device != "cuda" and spec.mode == "data_parallel":

@@ -39,7 +39,7 @@ def show(payload: dict[str, Any], key: str, height: int | None = None) -> None:
     """
     load()
     size = {} if height is None else {"height": height}
-    _component("player", PLAYER, "player.css")(key=key, data=payload, **size)
+    _component("player", PLAYER)(key=key, data=payload, **size)
 
 
 def load() -> None:
@@ -54,7 +54,7 @@ def chart(figure: go.Figure, key: str, alt: str) -> None:
     """Draw `figure` on a page that has `load`ed. `alt` says what it is to those who cannot see it."""
     plain = json.loads(figure.to_json())
     payload = {"figure": {"data": plain["data"], "layout": plain["layout"]}, "theme": THEME_COLOURS, "alt": alt}
-    _component("chart", ("plotly.js", "chart.js"), None)(key=key, data=payload, height=plain["layout"]["height"])
+    _component("chart", ("plotly.js", "svg.js", "chart.js"))(key=key, data=payload)
 
 
 @functools.cache
@@ -67,11 +67,11 @@ def _loader() -> Any:
 
 
 @functools.cache
-def _component(name: str, scripts: tuple[str, ...], css: str | None) -> Any:
+def _component(name: str, scripts: tuple[str, ...]) -> Any:
     import streamlit.components.v2 as components
 
-    style = {} if css is None else {"css": _read(css)}
-    return components.component(f"lockstep_{name}", js=_script(scripts), **style, isolate_styles=False)
+    css = _read("player.css")
+    return components.component(f"lockstep_{name}", js=_script(scripts), css=css, isolate_styles=False)
 
 
 def _script(names: tuple[str, ...] = PLAYER) -> str:

@@ -9,6 +9,7 @@ const ICONS = {
   repeat: "M8 2.5A5.5 5.5 0 1 0 13.5 8H11.8A3.8 3.8 0 1 1 8 4.2V6.6L12.4 3.3L8 0Z",
 };
 const HOLD = 0.9; // seconds that the clock stands at the end of a training step
+const LEAST = 0.7; // of its height, to which a picture shrinks on a small full screen
 const CLICK = 4; // pixels: what moves less is a click
 const icon = (name) => `<svg viewBox="0 0 16 16" width="18" height="18" fill="currentColor" aria-hidden="true"><path d="${ICONS[name]}"/></svg>`;
 
@@ -100,13 +101,13 @@ class Player {
     if (this.playing) this.run();
   }
 
-  // On a full screen everything grows as far as there is room.
+  // On a full screen everything grows as far as there is room, or shrinks a little to be seen at once.
   fit() {
     const full = document.fullscreenElement === this.root;
     this.zoom = full ? Math.min(1.6, Math.max(1, innerWidth / 1250)) : 1;
     this.root.style.setProperty("--ls-zoom", this.zoom);
     const taken = [".ls-bar", ".ls-rail", ".ls-said", ".ls-words", ".ls-foot"].reduce((sum, part) => sum + this.root.querySelector(part).offsetHeight, 64);
-    const height = full ? Math.max(this.plain, Math.min(innerHeight - taken, this.plain * 2)) : this.plain;
+    const height = full ? this.plain * Math.max(LEAST, Math.min(2, (innerHeight - taken) / this.plain)) : this.plain;
     this.figure_.style.height = `${height}px`; // and the observer does the rest
     Plotly.relayout(this.figure_, { "font.size": this.payload.figure.layout.font.size * this.zoom });
   }
