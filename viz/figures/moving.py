@@ -187,6 +187,7 @@ def _player_text(text: words.Text) -> dict[str, str]:
         "label": text("player.label"),
         "ranks": text("figure.ranks", ranks="{ranks}"),
         "all": text("figure.all_ranks"),
+        "doing": text("figure.doing", ranks="{ranks}", what="{what}"),
         "idle": text("figure.idle", ranks="{ranks}"),
         "starts": text("figure.starts", time="{time}"),
         "lesson": text("player.lesson"),

@@ -24,7 +24,10 @@ def show_lesson(mode: str, text: Catalogue) -> None:
         steps, judgement = st.columns([3, 2], gap="large")
         with steps:
             st.markdown(f"##### {text('lesson.steps')}")
-            lines = (f"**{step.title}.** {step.text}" if step.title else step.text for step in told.steps)
+            lines = (
+                text("lesson.step", title=step.title, text=step.text) if step.title else step.text
+                for step in told.steps
+            )
             st.markdown("\n".join(f"{i}. {line}" for i, line in enumerate(lines, 1)))
         with judgement:
             st.markdown(f"##### {text('lesson.use')}")
@@ -32,7 +35,10 @@ def show_lesson(mode: str, text: Catalogue) -> None:
             st.markdown(f"##### {text('lesson.limits')}")
             st.markdown(told.limits)
         with st.expander(text("lesson.words"), icon=":material/dictionary:", key="words"):
-            found = [f"**{text(f'word.{word}')}**: {text(f'word.{word}.means')}" for word in words_of(told, text)]
+            found = [
+                text("lesson.word", word=text(f"word.{word}"), means=text(f"word.{word}.means"))
+                for word in words_of(told, text)
+            ]
             half = -(-len(found) // 2)
             for place, part in zip(st.columns(2, gap="large"), (found[:half], found[half:]), strict=True):
                 place.markdown("\n".join(f"- {line}" for line in part))

@@ -41,7 +41,7 @@ function named({ name, type, mode, fillcolor, line, marker = {} }) {
   const fill = colour.length > 1 ? "currentColor" : colour[0], open = symbol.endsWith("-open");
   const item = document.createElement("span");
   const drawn = mode === "markers" ? `<path d="${SYMBOLS[symbol.replace("-open", "")]}" fill="${open ? "none" : fill}" stroke="${fill}" stroke-width="${open ? 3 : 0}"/>`
-    : type === "bar" || fillcolor ? `<path d="M-13,-9H13V9H-13Z" fill="${fill}" opacity="${marker.opacity ?? 1}"/>
+    : type === "bar" || fillcolor ? `<path d="M-13,-9H13V9H-13Z" fill="${fill}" stroke="var(--st-border-color)" stroke-width="1.5" opacity="${marker.opacity ?? 1}"/>
       <path d="${HATCHES[pattern.shape] ?? ""}" stroke="${pattern.fgcolor ?? "var(--st-background-color)"}" stroke-width="2.5" stroke-linecap="round" opacity=".6"/>`
     : `<path d="M-14,0H14" stroke="${fill}" stroke-width="4" stroke-dasharray="${{ solid: "", dash: "8 4", dot: "3 4" }[line.dash ?? "solid"] ?? "8 3 2 3"}"/>`;
   item.innerHTML = `<svg viewBox="-15 -15 30 30" width="16" height="16" aria-hidden="true">${drawn}</svg>`;

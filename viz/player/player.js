@@ -106,7 +106,7 @@ class Player {
     const full = document.fullscreenElement === this.root;
     this.zoom = full ? Math.min(1.6, Math.max(1, innerWidth / 1250)) : 1;
     this.root.style.setProperty("--ls-zoom", this.zoom);
-    const taken = [".ls-bar", ".ls-rail", ".ls-said", ".ls-words", ".ls-foot"].reduce((sum, part) => sum + this.root.querySelector(part).offsetHeight, 64);
+    const taken = [".ls-bar", ".ls-rail", ".ls-said", ".ls-words", ".ls-foot"].reduce((sum, part) => sum + this.root.querySelector(part).offsetHeight, 46);
     const height = full ? this.plain * Math.max(LEAST, Math.min(2, (innerHeight - taken) / this.plain)) : this.plain;
     this.figure_.style.height = `${height}px`; // and the observer does the rest
     Plotly.relayout(this.figure_, { "font.size": this.payload.figure.layout.font.size * this.zoom });

@@ -116,7 +116,7 @@ function narration({ strings, text, boxes }, doing, idle, fits) {
   const line = (name) => {
     const groups = new Map();
     for (const [words, ranks] of doing) groups.set(name(strings[words]), [...(groups.get(name(strings[words])) ?? []), ...ranks]);
-    const parts = [...groups].map(([said, ranks]) => `${namesOf(boxes, text, ranks.sort((a, b) => a - b))}: ${said}`);
+    const parts = [...groups].map(([said, ranks]) => text.doing.replace("{ranks}", namesOf(boxes, text, ranks.sort((a, b) => a - b))).replace("{what}", () => said));
     if (idle.length && parts.length) parts.push(text.idle.replace("{ranks}", namesOf(boxes, text, idle)));
     return parts.join("   |   ");
   };
