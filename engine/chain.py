@@ -35,7 +35,7 @@ def kept(layer: Layer, spec: Spec | None, *, sent: bool = False) -> int:
         return layer.saved + (layer.output_bytes - layer.left if sent else -layer.copied)
     if spec.recompute == "full":
         return layer.left
-    return layer.products or layer.saved
+    return layer.products - (0 if sent else layer.products_copied) if layer.products else layer.saved
 
 
 def is_recomputed(layer: Layer, spec: Spec | None) -> bool:
@@ -86,7 +86,7 @@ def backward(
     for layer in reversed(layers):
         if is_recomputed(layer, spec):
             still = stays or (sent and layer is layers[-1])
-            there = kept(layer, spec) + gone(layer, spec) - (layer.output_bytes if still else 0)
+            there = kept(layer, spec, sent=still) + gone(layer, spec) - (layer.left if still else 0)
             again = recompute(layer, samples, spec, **where)
             ops.append(dataclasses.replace(again, saved=max(0, layer.saved - there) * samples))
         traffic = 2 * layer.param_bytes + 2 * samples * (layer.saved + layer.output_bytes)

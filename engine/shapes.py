@@ -43,7 +43,9 @@ class Layer:
     products: int = 0  # bytes of its output and the results of its matrix products, where those are less than `saved`
     last_flops: int = 0  # of a product at its end, of which backward does not need the result
     copied: int = 0  # bytes of `saved` that are its output, of which the next layer keeps a copy instead
+    products_copied: int = 0  # and of `products`, where the next layer is not computed again when this one is
     logarithms: int = 0  # bytes of `saved` that are of the loss behind it, in place of its output
+    behind: int = 0  # bytes of `saved` that are made after its last product, but for its output
     beside: int = 0  # bytes of a sample that are there while the layer goes back, and no longer
     beside_once: int = 0  # and those that do not grow with samples
     kernels: Kernels = ()  # of the forward pass of one sample; none where only FLOPs and bytes are known
@@ -90,8 +92,9 @@ def _conv(name: str, inputs: int, outputs: int, side: int, item: int) -> Layer:
     """A 5x5 convolution without padding, ReLU and a 2x2 max pool, on a side x side image."""
     after = side - 4
     pooled = after // 2
-    # ReLU's output, the pool's places and values
-    saved = item * outputs * (after**2 + pooled**2) + 8 * outputs * pooled**2
+    # ReLU's output and the pool's places; and the pool's values
+    behind = item * outputs * after**2 + 8 * outputs * pooled**2
+    saved = behind + item * outputs * pooled**2
     return Layer(
         name,
         (("weight", (outputs, inputs, 5, 5)), ("bias", (outputs,))),
@@ -99,7 +102,8 @@ def _conv(name: str, inputs: int, outputs: int, side: int, item: int) -> Layer:
         (outputs, pooled, pooled),
         saved,
         item,
-        products=item * (inputs * side**2 + outputs * after**2),
+        products=item * outputs * (after**2 + pooled**2),
+        behind=behind,
     )
 
 
@@ -112,7 +116,7 @@ def _linear(name: str, inputs: int, outputs: int, item: int) -> Layer:
 def _output(name: str, inputs: int, outputs: int, item: int) -> Layer:
     """The last one, of whose output the loss keeps the logarithms, in fp32."""
     layer = _linear(name, inputs, outputs, item)
-    return replace(layer, saved=FP32 * outputs, logarithms=FP32 * outputs)
+    return replace(layer, saved=FP32 * outputs, logarithms=FP32 * outputs, behind=FP32 * outputs)
 
 
 def _cnn(classes: int, item: int) -> tuple[Layer, ...]:
@@ -149,12 +153,13 @@ def _decoder(spec: Spec, sizes: Decoder, vocabulary: int) -> tuple[Layer, ...]:
         work = {"products": products, "last_flops": last, "beside": beside, "kernels": kernels}
         block = Layer(f"block{i + 1}", params, flops, (c, h), saved, **known, **work)
         blocks.append(block)
+    blocks[-1:] = [replace(block, products_copied=sizes.copied()) for block in blocks[-1:]]  # by the head's norm
     # A copy of a tied embedding is held by the last of several stages.
     copied = not spec.tied or spec.mode in ("layer_split", "pipeline") or (spec.pp or 1) > 1
     head_params = (("norm.weight", (h,)), *((("linear.weight", (vocabulary, h)),) if copied else ()))
     flops, logits = 2 * c * h * vocabulary, sizes.logits_saved(vocabulary)
     kernels = (*sizes.norm_kernels(), *sizes.logits_kernels(vocabulary), *sizes.loss_kernels(vocabulary))
-    work = {"last_flops": flops, "kernels": kernels, "logarithms": logits}
+    work = {"last_flops": flops, "kernels": kernels, "logarithms": logits, "behind": logits}
     head = Layer("head", head_params, flops, (c, vocabulary), sizes.norm_saved() + logits, item, **work)
     if sizes.fused:
         beside, once = sizes.logits_beside(vocabulary, fused=bool(spec.fused_loss))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._guards import active_fake_mode
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.distributed._tools.mod_tracker import ModTracker
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from engine.cost.memory import CATEGORIES
@@ -86,6 +86,11 @@ class Ledger(MemTracker):
             self.mark(vars(batches).values(), OUTSIDE)
         self.chains = getattr(training, "chains", None) or {0: getattr(training, "chain", None)}
         self.mark(places_of_messages(training), _MemRefType.OTH)
+        # What FSDP gathers into, copies out to and reduces from; and where ranks share nothing else, averaged weights.
+        self.moving = {"fsdp"}
+        if isinstance(training.optimizer, PostLocalSGDOptimizer):  # in this step, as in every k-th
+            self.moving.add("c10d")
+            training.optimizer.averager.step = training.optimizer.averager.warmup_steps
         self.settle()
 
     def settle(self) -> None:
@@ -134,7 +139,7 @@ class Ledger(MemTracker):
         if active_fake_mode() is not None:  # DTensor only asks for shapes
             return result
         named = [result, *(kwargs or {}).values()]  # what it made, or was given to write into
-        if func.namespace == "fsdp":  # what FSDP gathers into, copies out to, and reduces from
+        if func.namespace in self.moving:
             self.mark(tensors_in(named), _MemRefType.OTH)
         for tensor in tensors_in([*args, *named[1:]]):
             if tensor.dim():  # a constant is no buffer

@@ -13,7 +13,12 @@ import torch
 from torch import nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from engine.chain import is_recomputed
 from engine.job import Job
@@ -30,6 +35,10 @@ PRODUCTS = (
 ATTENDED = ("lockstep.attend_in_turns.default", "lockstep.attend_to_all.default")
 # And sums over ranks, which the ranks would have to meet for again.
 SUMMED = ("_c10d_functional.all_reduce.default", "_c10d_functional.reduce_scatter_tensor.default")
+# A selective recomputation has to call what forward called. Marks for the profiler are not of the layer: experts that
+# are gathered in forward, by fully_shard around them, may be there on the way back.
+MARKS = torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction
+SAC_IGNORED_OPS.update(MARKS)
 
 
 def recompute(chain: Chain, job: Job) -> None:

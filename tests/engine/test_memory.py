@@ -7,10 +7,13 @@ import math
 import pytest
 
 from engine import schedules
+from engine.chain import Unit
 from engine.cost.memory import CATEGORIES, by_category, errors
+from engine.modes.fsdp.turns import most_whole
 from engine.modes.hybrid.whole import most_gathered, most_gradients
 from engine.predict import predict
 from engine.schedules import Action
+from engine.shapes import Layer
 from engine.spec import MODES, Spec
 from tests.engine.proof import finished
 
@@ -97,7 +100,7 @@ def test_the_more_stages_are_before_the_less_is_in_flight_and_gpipe_keeps_all():
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"])
 def test_what_a_schedule_keeps_until_it_ends_comes_bit_by_bit(schedule):
     """On the last stage's rank, gone through action by action: what each stage has in flight, and a microbatch's output
-    of 10 numbers for each forward of the last one."""
+    of 10 numbers for each forward of the last one. Its loss's logarithms go with the first half of a backward."""
     settings = {"devices": 2, "model": "mlp", "layers": 3, "global_batch": 48, "microbatches": 8, "schedule": schedule}
     several = schedule not in ("gpipe", "1f1b")
     settings |= {} if several else {"split": (2, 2)}
@@ -114,8 +117,10 @@ def test_what_a_schedule_keeps_until_it_ends_comes_bit_by_bit(schedule):
         if action.kind == "forward":
             here += own + (sent if is_last or (sends and action.stage + 1 not in place[rank]) else 0)
             most = max(most, here)
+        elif action.kind == "backward_input":
+            here -= sent if is_last else 0
         elif action.kind in ("backward", "backward_weight"):
-            here -= own
+            here -= own - (sent if is_last and action.kind == "backward_weight" else 0)
     local = sum(8 * 4 * 6 * 256 for stage in place[rank] if stage - 1 in place[rank])
     batch = 48 * 8 + (48 * 784 * 4 if 0 in place[rank] else 0)
     assert planned(mode="pipeline", **settings)[rank]["activations"] == most + local + batch
@@ -159,6 +164,30 @@ def test_a_stage_that_gathers_layer_by_layer_has_the_layer_before_twice():
     assert most_gathered(row, {0: [4, 3, 1]}, 1) == 8
 
 
+def test_around_experts_that_are_gathered_their_layer_is_whole():
+    """An embedding of 2 bytes, a block of 3 whose experts are an inner unit of 10, a head of 4. Experts are copied out
+    of what they were gathered into, while the block around them is there, and the head's gradients wait; on a rank
+    that has them whole they are copied. While attention goes back the embedding is gathered and the experts' gradients
+    wait, beside 20 more bytes."""
+    names = ("embed", "block1", "block1.experts", "head")
+    units = [Unit(Layer(name, (), 0, (), 0), (), (), inner=name.endswith("experts")) for name in names]
+    sizes = [2, 3, 10, 4]
+    assert most_whole(units, sizes, 2) == 3 + 2 * 10 + 4
+    assert most_whole(units, sizes, 1) == 3 + 10 + 4
+    assert most_whole(units, sizes, 2, 20) == 3 + 2 + 10 + 20
+
+
+def test_a_convolution_keeps_its_result_if_all_but_products_is_computed_again():
+    """Of an image: itself, with its target; the results of both convolutions and what their pools leave; of the linear
+    layers an activation and logarithms. These are gone, with what the second pool left, when the second convolution is
+    computed again: its activation is there in place of its result, and the places of its pool."""
+    (held,) = planned(mode="single", devices=1, model="cnn", global_batch=16, recompute="selective")
+    image, first, pooled, second, left = 784, 20 * 24 * 24, 20 * 12 * 12, 50 * 8 * 8, 50 * 4 * 4
+    ahead = 4 * (image + first + pooled + second + left + 500 + 10) + 8
+    again = 4 * (image + first + pooled + second) + 8 * left + 8
+    assert held["activations"] == 16 * max(ahead, again)
+
+
 def test_gradients_of_an_embedding_are_whole_on_each_tensor_rank():
     for held in planned(mode="tensor", devices=2, **GPT):
         assert held["gradients"] == held["parameters"] + 4 * VOCABULARY * 32 // 2
@@ -170,9 +199,11 @@ EXACT = ("parameters", "gradients", "optimizer")
 INDEX = 64  # bytes: the places of a rank's own tokens, under context parallelism
 MLP = {"model": "mlp", "global_batch": 48}
 CASES = {
-    "single": ("single", 1, {"model": "cnn", "global_batch": 48}),
+    "single": ("single", 1, {"model": "cnn", "global_batch": 48, "recompute": "selective"}),
     "single-gpt": ("single", 1, GPT | {"optimizer": "adamw"}),
-    "data_parallel": ("data_parallel", 3, MLP | {"precision": "bf16"}),
+    "single-recomputed": ("single", 1, GPT | {"precision": "bf16", "recompute": "selective"}),
+    "data_parallel": ("data_parallel", 2, GPT | {"precision": "bf16", "recompute": "full", "accumulate": 2}),
+    "data_parallel-mlp": ("data_parallel", 3, MLP | {"precision": "bf16"}),
     "ddp": ("ddp", 2, MLP | {"bucket_mb": 0.2}),
     "zero1": ("zero1", 3, MLP | {"optimizer": "adamw", "precision": "bf16"}),
     "zero2": ("zero2", 3, MLP),
@@ -182,11 +213,13 @@ CASES = {
         MLP | {"hidden": 30, "accumulate": 2},
     ),  # 30 rows on 4 ranks: 8, 8, 8 and 6; the output's 10: 3, 3, 3 and 1
     "hsdp": ("hsdp", 4, MLP | {"optimizer": "adamw"}),
-    "layer_split": ("layer_split", 3, MLP),
+    "local_sgd": ("local_sgd", 2, MLP | {"sync_every": 3}),
+    "layer_split": ("layer_split", 2, {"model": "cnn", "global_batch": 48, "recompute": "full"}),
     "layer_split-bf16": ("layer_split", 2, GPT | {"precision": "bf16"}),
     "pipeline": ("pipeline", 2, {"model": "cnn", "global_batch": 48}),
     "interleaved": ("pipeline", 2, MLP | {"layers": 7, "schedule": "interleaved_1f1b"}),
     "interleaved-gpt": ("pipeline", 2, GPT | {"schedule": "interleaved_1f1b", "microbatches": 8}),
+    "halves": ("pipeline", 2, {"model": "cnn", "global_batch": 48, "schedule": "interleaved_zero_bubble"}),
     "zbv": ("pipeline", 2, MLP | {"layers": 7, "schedule": "zbv"}),
     "zbv-bf16": ("pipeline", 2, GPT | {"schedule": "zbv", "precision": "bf16"}),
     "1f1b of tensor ranks": ("hybrid", 4, GPT | {"pp": 2, "tp": 2, "schedule": "1f1b", "microbatches": 8}),
@@ -196,8 +229,12 @@ CASES = {
     "tensor-bf16": ("tensor", 2, GPT | {"precision": "bf16", "recompute": "full"}),
     "sequence": ("sequence", 2, GPT | {"precision": "bf16"}),
     "context": ("context", 2, GPT | {"precision": "bf16"}),
+    "context-gathered": ("context", 2, GPT | {"attention": "all_gather"}),
+    "context of shards": ("hybrid", 4, GPT | {"cp": 2, "fsdp": 2, "attention": "all_gather"}),
+    "context of stages": ("hybrid", 4, GPT | {"cp": 2, "pp": 2, "attention": "all_gather", "recompute": "full"}),
     "expert": ("expert", 2, GPT | {"model": "moe", "experts": 4}),
     "expert-bf16": ("expert", 2, GPT | {"model": "moe", "experts": 4, "precision": "bf16"}),
+    "experts of shards": ("hybrid", 4, GPT | {"model": "moe", "experts": 4, "fsdp": 2, "ep": 2}),
     "experts of replicas": ("hybrid", 4, GPT | {"model": "moe", "experts": 4, "dp": 2, "ep": 2}),
 }
 

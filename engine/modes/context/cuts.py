@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from engine.cost.kernels import of_part
+from engine.cost.machine import shares_cores
 from engine.decoder import attention_of
 from engine.job import Job
 from engine.modes.context.deal import area, area_of_all
@@ -28,7 +29,7 @@ from engine.shapes import Layer
 
 Hop = Callable[[str, Layer], Op]  # (payload, the piece that it is for) -> the message
 # What a rank has of a layer as it has of its tokens.
-SHARED = ("flops", "saved", "products", "last_flops", "copied", "logarithms", "beside")
+SHARED = ("flops", "saved", "products", "last_flops", "copied", "products_copied", "logarithms", "behind", "beside")
 
 
 def own_tokens(job: Job) -> Job:
@@ -111,7 +112,8 @@ def _around(job: Job, layer: Layer) -> tuple[Layer, Layer]:
     after = piece(
         layer, "mlp", "proj", "norm2", "gate", "up", "down",
         flops=2 * c * h * q + sizes.mlp_flops(), saved=rest + copy, output=(c, h),
-        products=layer.products - made, last_flops=layer.last_flops, copied=layer.copied, beside=layer.beside,
+        products=layer.products - made, last_flops=layer.last_flops, copied=layer.copied,
+        products_copied=layer.products_copied, beside=layer.beside,
         kernels=(
             *last, *sizes.sum_kernels(), *sizes.norm_kernels(), *sizes.mlp_kernels(), *sizes.sum_kernels(),
         ),
@@ -125,6 +127,13 @@ def _attention(job: Job, layer: Layer, name: str, pairs: int, *, saved: int = 0)
     work = (attention_of(decoder(job), job.tokens, pairs, job.degree("tp")),) if pairs else ()
     output = (job.tokens if pairs else 0, 2 * q + kv)
     return piece(layer, name, flops=2 * 2 * pairs * q, saved=saved, output=output, kernels=work)
+
+
+def summed(job: Job, samples: int) -> int:
+    """gloo adds up a copy of what it reduce-scatters: the gradients of all keys and values, of one layer at a time."""
+    if job.degree("cp") == 1 or job.spec.attention != "all_gather" or not shares_cores(job.spec.machine):
+        return 0
+    return job.degree("cp") * _kv_bytes(job) * samples
 
 
 def _kv_bytes(job: Job) -> int:

@@ -8,7 +8,7 @@ import dataclasses
 
 from engine import chain
 from engine.job import Job
-from engine.modes.context.cuts import own_tokens, ways
+from engine.modes.context.cuts import own_tokens, summed, ways
 from engine.modes.context.deal import span
 from engine.modes.ddp import plan as ddp
 from engine.modes.ddp.buckets import buckets
@@ -46,7 +46,8 @@ def plan(job: Job, step: int) -> Plan:
         ops += [*chain.clip(job.layers, job.spec), chain.optimizer(job.layers, job.spec)]
         roles.append(programs.setdefault(tuple(ops), len(programs)))
     holds = tuple(range(len(job.layers)))
-    played = tuple(Program(ops, holds, replica.memory) for ops in programs)
+    memory = replica.memory | {"summed": summed(own, samples)}
+    played = tuple(Program(ops, holds, memory) for ops in programs)
     return Plan(Mesh(("cp",), (ranks,)), played, tuple(roles), tuple(layer.name for layer in job.layers))
 
 

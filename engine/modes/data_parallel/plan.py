@@ -11,8 +11,8 @@ def plan(job: Job, step: int) -> Plan:
     devices = job.spec.devices
     part = {"inputs": _inputs(job) // devices, "outputs": job.layers[-1].output_bytes * job.micro_batch}
     holds = tuple(range(len(job.layers)))
-    # Of all outputs device 0 keeps the logarithms and, gathered, themselves.
-    gathered = (job.layers[-1].output_bytes + job.layers[-1].logarithms) * job.micro_batch * devices
+    # Of all outputs device 0 keeps themselves, gathered, and their gradients, in parts.
+    gathered = 2 * job.layers[-1].output_bytes * job.micro_batch * devices
     standing = chain.standing_memory(job.layers, job.spec) | part | {"outputs": part["outputs"] + gathered}
     first = Program(_ops(job, master=True), holds, standing)
     weights = sum(layer.param_bytes for layer in job.layers)
@@ -40,15 +40,20 @@ def _passes(job: Job, *, master: bool) -> list[Op]:
     ops = []
     if job.spec.devices > 1:
         ops += [_move("scatter", "inputs", "batch", inputs), _move("broadcast", "replicate", "weights", weights)]
-    *ahead, last = chain.forward(job.layers, job.micro_batch, sent=True, spec=job.spec)
-    ops += [*ahead, replace(last, saved=last.saved - job.layers[-1].output_bytes * job.micro_batch)]  # kept for all
+    # Replicas have no loss. Device 0 keeps its logarithms until there are the outputs' gradients.
+    *_, end = job.layers
+    more = (end.logarithms - end.output_bytes) * job.micro_batch * job.spec.devices if master else 0
+    layers = [*job.layers[:-1], replace(end, saved=end.saved - end.logarithms + end.output_bytes, logarithms=0)]
+    *ahead, last = chain.forward(layers, job.micro_batch, sent=True, spec=job.spec)
+    ops += [*ahead, replace(last, saved=last.saved - end.output_bytes * job.micro_batch)]  # kept for all
     if job.spec.devices > 1:
         ops.append(_move("gather", "outputs", "activation", outputs))
     if master:
-        ops.append(Op(kind="forward", stage=0, microbatch=0, part="loss", bytes=outputs))
+        ops.append(Op(kind="forward", stage=0, microbatch=0, part="loss", bytes=outputs, remains=more))
     if job.spec.devices > 1:
         ops.append(_move("scatter", "output gradients", "gradient", outputs))
-    ops += chain.backward(job.layers, job.micro_batch, sent=True, spec=job.spec)
+    first, *rest = chain.backward(layers, job.micro_batch, sent=True, spec=job.spec)
+    ops += [replace(first, remains=-more), *rest]
     if job.spec.devices > 1:
         ops.append(_move("reduce", "gradients", "gradient", weights))
     return ops

@@ -44,6 +44,7 @@ def pieces(job: Job, layer: Layer, arrived: int, samples: int) -> tuple[Layer, L
         kernels=expert_kernels(sizes, here, of_sample / here),
     )  # fmt: skip
     combine = piece(
-        layer, "combine", saved=made, copied=sizes.copied(), output=(c, h), products=made if only else c * row
-    )
+        layer, "combine", saved=made, output=(c, h), products=made if only else c * row,
+        copied=sizes.copied(), products_copied=layer.products_copied,
+    )  # fmt: skip
     return attention, experts, combine

@@ -13,7 +13,7 @@ from engine.cost.machine import shares_cores
 from engine.job import Job
 from engine.modes.fsdp.norms import norm_sums
 from engine.modes.fsdp.replicas import replicas_of
-from engine.modes.fsdp.turns import prefetched
+from engine.modes.fsdp.turns import most_whole, prefetched
 from engine.modes.fsdp.units import equal_ranks, gathered_bytes, padded_bytes, shard
 from engine.modes.tensor.shards import gradient_bytes
 from engine.plan import Mesh, Op, Plan, Program
@@ -33,8 +33,9 @@ def gathering_twice(job: Job, mesh: Mesh, units: Sequence[chain.Unit]) -> Plan:
     return sharded(job, mesh, units, passes, gathered=gathered)
 
 
-def passes_twice(job: Job, mesh: Mesh, units: Sequence[chain.Unit]) -> tuple[Passes, int]:
-    """The passes, and the most bytes of whole layers at any time."""
+def passes_twice(job: Job, mesh: Mesh, units: Sequence[chain.Unit], beside: int = 0) -> tuple[Passes, int]:
+    """The passes, and the most bytes of whole layers at any time; `beside`: of other buffers, while attention goes
+    back."""
     gathers = [gather(unit.layer, job, mesh) for unit in units]
     ahead = [[op for other in others for op in gathers[other]] for others in prefetched(units)]
 
@@ -45,12 +46,7 @@ def passes_twice(job: Job, mesh: Mesh, units: Sequence[chain.Unit]) -> tuple[Pas
         return ops
 
     ranks = mesh.degree("fsdp")
-    sizes = [0, *(gathered_bytes(unit.layer, ranks) for unit in units), 0]
-    # A layer is copied out of what was gathered. Beside both lies what the layer before was gathered into, or in
-    # backward the gradients of the one after it, to be reduced. A group of one copies its shards and gathers nothing.
-    several = ranks > 1
-    triples = zip(sizes[:-2], sizes[1:-1], sizes[2:], strict=True)
-    return passes, max((1 + several) * own + max(several * before, after) for before, own, after in triples)
+    return passes, most_whole(units, [gathered_bytes(unit.layer, ranks) for unit in units], ranks, beside)
 
 
 def forward(job: Job, mesh: Mesh, units: Sequence[chain.Unit]) -> list[Op]:

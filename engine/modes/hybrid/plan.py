@@ -11,7 +11,7 @@ import numpy as np
 
 from engine import chain
 from engine.job import Job
-from engine.modes.context.cuts import own_tokens
+from engine.modes.context.cuts import own_tokens, summed
 from engine.modes.expert import plan as expert
 from engine.modes.fsdp.plan import passes_twice, shard_of, sharded_programs, sharing
 from engine.modes.fsdp.replicas import is_shared
@@ -73,7 +73,8 @@ def _whole(job: Job, mesh: Mesh, seat: Seat) -> tuple[list[Program], list[int]]:
     units = units_of(job, layers, job.micro_batch, seat)
     if is_shared(mesh):
         turns = range(job.microsteps if job.routed is not None else 1)  # where tokens go is known of each
-        each = [passes_twice(job, mesh, units_of(job, layers, job.micro_batch, seat, turn=k)) for k in turns]
+        beside = summed(job, job.micro_batch)
+        each = [passes_twice(job, mesh, units_of(job, layers, job.micro_batch, seat, turn=k), beside) for k in turns]
 
         def passes(k: int, synced: bool) -> list[Op]:
             return each[k % len(each)][0](k, synced)

@@ -12,6 +12,7 @@ from itertools import count, product
 
 from engine import chain, schedules
 from engine.job import Job
+from engine.modes.context.cuts import summed
 from engine.modes.fsdp.plan import gather, reduce, sharing
 from engine.modes.fsdp.replicas import is_shared
 from engine.modes.fsdp.units import gathered_bytes, padded_bytes
@@ -70,7 +71,7 @@ def in_stages(
             return in_microsteps(job, row, unrolled, before, [*sums, *update])
 
         memory = _memory(job, mesh, row, {stage: [layers[i] for i in job.stage_layers[stage]] for stage in stages})
-        memory |= beside(job, stages, pipelines, ends)
+        memory |= beside(job, stages, pipelines, ends) | {"summed": summed(job, samples)}
         several = tuple(stage_of[i] for i in kept) if len(stages) > 1 else ()
         yield rank, sharing(job, mesh, kept, ops, memory, several)
 
@@ -154,7 +155,8 @@ def _passes(
         return passes
     apart = recomputes(job) and stage > 0
     back = _backward(units(stays=True) if apart else cut)
-    return passes | halves(job, passes["forward", stage], back, stage, first=stage == 0)
+    end = output_of(job, layers[-1])
+    return passes | halves(job, passes["forward", stage], back, end, stage, first=stage == 0)
 
 
 def _backward(cut: Sequence[chain.Unit]) -> list[Op]:

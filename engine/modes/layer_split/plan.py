@@ -36,6 +36,9 @@ def _micro_step(job: Job, stage: int, k: int, count: int) -> list[Op]:
         ops.append(_message("recv", "activation", stage - 1, inbound, where))
     known = {**where, "spec": job.spec, "sent": not is_last}
     there, back = (way(stages[stage], batch, **known) for way in (chain.forward, chain.backward))
+    if not is_last:  # its output is there until all of its backward is done
+        there[-1] = replace(there[-1], saved=there[-1].saved - outbound, remains=outbound)
+        back[-1] = replace(back[-1], remains=-outbound)
     if is_compiled(job):
         there, back = [chain.whole_stage(there)], [chain.whole_stage(back)]
     ops += there

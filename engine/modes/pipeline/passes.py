@@ -12,6 +12,7 @@ from engine import chain
 from engine.cost import kernels
 from engine.job import Job
 from engine.plan import Op
+from engine.shapes import Layer
 
 
 def samples_of(job: Job) -> int:
@@ -47,18 +48,20 @@ def passes_of(job: Job, stages: Sequence[int], pipelines: list[range]) -> dict[t
             forward[-1] = replace(forward[-1], saved=forward[-1].saved - output)
         passes |= {("forward", stage): forward, ("backward", stage): backward}
         _, stays = forward_and_backward(job, stage, is_last=is_last, stays=stage not in firsts)
-        passes |= halves(job, forward, stays, stage, first=stage in firsts)
+        passes |= halves(job, forward, stays, job.stages[stage][-1], stage, first=stage in firsts)
     return passes
 
 
 def halves(
-    job: Job, forward: Sequence[Op], backward: Sequence[Op], stage: int, *, first: bool
+    job: Job, forward: Sequence[Op], backward: Sequence[Op], end: Layer, stage: int, *, first: bool
 ) -> dict[tuple[str, int], list[Op]]:
     """A backward's two halves. In that of the input layers are computed again and ranks meet, each time before what
     needs it; that of the weights needs nobody, and what it needs is there. A first stage leaves all to it.
 
-    PyTorch keeps all that was saved until the second half. Megatron-LM's zero-bubble schedules go through all layers
-    in the first, in a first stage too, and set operands of products aside for the second (Qi et al. 2024, section 2).
+    PyTorch keeps until the second half all that was saved, but for what came after the last product of the stage, the
+    `end` of which is its last layer or a piece of it: it detaches the output from it. Megatron-LM's zero-bubble
+    schedules go through all layers in the first, in a first stage too, and set operands of products aside for the
+    second (Qi et al. 2024, section 2).
     """
     first, total = first and not job.spec.master_weights, chain.whole_stage([op for op in backward if goes_back(op)])
     there, rest = chain.halves(total, first=first)
@@ -70,9 +73,10 @@ def halves(
     inputs = [chain.halves(op)[0] if goes_back(op) else op for op in backward]
     if job.spec.master_weights:
         gone = max(0, sum(op.saved for op in (*forward, *backward)) - kernels.operands(rest.kernels))
-        inputs[-1] = replace(inputs[-1], remains=-gone)  # and with the rest of it, in the second
-        rest = replace(rest, remains=gone)
-    return {("backward_input", stage): inputs, ("backward_weight", stage): [rest]}
+    else:
+        gone = end.behind * samples_of(job)
+    inputs[-1] = replace(inputs[-1], remains=-gone)  # with the rest of what was saved it goes in the second, once
+    return {("backward_input", stage): inputs, ("backward_weight", stage): [replace(rest, remains=gone)]}
 
 
 def goes_back(op: Op) -> bool:

@@ -131,6 +131,7 @@ def _pieces(job: Job, layer: Layer) -> list[Layer]:
         ),
         piece(
             layer, "sum",
-            saved=total_saved, copied=sizes.copied(tokens[0]), output=tokens, products=total_saved, kernels=total,
+            saved=total_saved, copied=sizes.copied(tokens[0]), output=tokens, products=total_saved,
+            products_copied=layer.products_copied // ranks, kernels=total,
         ),
     ]  # fmt: skip

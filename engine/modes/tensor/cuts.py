@@ -44,15 +44,14 @@ def units(
             out.append(_renamed(blocks[block], layer, stage))
             continue
         there, back = forward(job, layer), backward(job, layer)
-        kept = kept_by(job, layer, there)
+        kept = kept_by(job, layer, there, sent=last)
         ahead, behind = [], []
         for item in there:
             if isinstance(item, Op):
                 ahead.append(_of_batch(item, "activation", samples, stage, _waited(job)))
                 continue
             (op,) = chain.forward([item], samples, stage=stage or 0)
-            copied = item.copied if last and job.spec.recompute in (None, "none") else 0  # it is sent: kept here
-            ahead.append(dataclasses.replace(op, saved=(kept[item.name] + copied) * samples))
+            ahead.append(dataclasses.replace(op, saved=kept[item.name] * samples))
         again = _again(job, layer, there, samples, stage, sent=last)
         for item in back:
             if isinstance(item, Layer) and needs_forward(item):
@@ -80,7 +79,7 @@ def _renamed(unit: chain.Unit, layer: Layer, stage: int | None) -> chain.Unit:
 def _again(job: Job, layer: Layer, cut: Cut, samples: int, stage: int | None, *, sent: bool) -> list[Op]:
     """The ops of what is repeated. As it ends, the layer's own output is no more: the next layer has gone back. What
     was kept selectively of the last product, which is not taken again, is."""
-    ops, kept = [], kept_by(job, layer, cut)
+    ops, kept = [], kept_by(job, layer, cut, sent=sent)
     for run in repeated(job, layer, cut):
         if isinstance(run, Op):
             ops.append(_of_batch(run, "activation", samples, stage, _waited(job)))
@@ -92,7 +91,7 @@ def _again(job: Job, layer: Layer, cut: Cut, samples: int, stage: int | None, *,
         last = [item for item in cut if isinstance(item, Layer) and kept[item.name]][-1]
         summed = layer.output_bytes if job.degree("tp") > 1 else 0  # kept beside what it is a sum of
         change = summed if job.spec.recompute == "selective" and layer.last_flops else -last.left
-        change += 0 if needs_forward(last) and not sent else last.output_bytes  # what needs nothing goes back before
+        change += 0 if needs_forward(last) and not sent else last.left  # what needs nothing goes back before
         ops[-1] = dataclasses.replace(ops[-1], saved=ops[-1].saved + change * samples)
     less = 0  # what goes with an op is gone before the next one's is there
     for i, op in enumerate(ops):
@@ -106,15 +105,16 @@ def needs_forward(piece: Layer) -> bool:
     return bool(piece.params) or piece.saved > piece.output_bytes
 
 
-def kept_by(job: Job, layer: Layer, cut: Cut) -> dict[str, int]:
+def kept_by(job: Job, layer: Layer, cut: Cut, *, sent: bool = False) -> dict[str, int]:
     """Piece -> the bytes of a sample that it keeps until backward: where the layer is computed again, its products or,
-    if all of it is, the output of the last one that keeps anything."""
+    if all of it is, the output of the last one that keeps anything. `sent`: the layer's output goes on to another
+    device, and is kept here whoever has a copy."""
     pieces = [item for item in cut if isinstance(item, Layer)]
     if not chain.is_recomputed(layer, job.spec):
         given = job.spec.recompute not in (None, "none")  # to a layer that is computed again from what it was given
-        return {piece.name: piece.saved - (0 if given else piece.copied) for piece in pieces}
+        return {piece.name: piece.saved - (0 if given or sent else piece.copied) for piece in pieces}
     if job.spec.recompute == "selective":
-        return {piece.name: piece.products for piece in pieces}
+        return {piece.name: piece.products - (0 if sent else piece.products_copied) for piece in pieces}
     last = [piece.name for piece in pieces if piece.saved][-1]
     return {piece.name: piece.left if piece.name == last else 0 for piece in pieces}
 

@@ -37,7 +37,7 @@ def logits_of(job: Job, layer: Layer, normed: int) -> Layer:
     flops, output = layer.flops // ranks, (context, vocabulary // ranks)
     work = (*(sizes.norm_kernels() if normed else ()), *sizes.logits_kernels(vocabulary, ranks))
     kept = sizes.logits_saved(vocabulary, ranks)
-    known = {"saved": normed + kept, "logarithms": kept, "last_flops": flops, "kernels": work}
+    known = {"saved": normed + kept, "logarithms": kept, "behind": kept, "last_flops": flops, "kernels": work}
     made = piece(layer, "logits", "linear", flops=flops, output=output, **known)
     if sizes.fused:
         beside, once = sizes.logits_beside(vocabulary, ranks, fused=bool(job.spec.fused_loss))
@@ -77,6 +77,7 @@ def halves(job: Job, layer: Layer) -> tuple[Layer, Layer]:
         flops=sizes.mlp_flops(ranks),
         saved=whole,
         copied=layer.copied,
+        products_copied=layer.products_copied,
         output=layer.output,
         products=whole if only else layer.item * c * 3 * h + sizes.mlp_products(ranks),
         beside=sizes.mlp_beside(ranks) if sizes.fused else 0,

@@ -56,7 +56,9 @@ def output_of(job: Job, layer: Layer, forward: Way) -> Layer:
     """The last piece of a layer in forward: its output is what a rank passes on."""
     if job.degree("tp") == 1:
         return layer
-    return logits_of(job, layer, 0) if layer.name == "head" else forward(job, layer)[-1]
+    if layer.name == "head":
+        return logits_of(job, layer, 0)
+    return dataclasses.replace(forward(job, layer)[-1], behind=layer.behind)
 
 
 def forward(job: Job, layer: Layer) -> Cut:
