@@ -1,0 +1,59 @@
+"""The page of somebody's own traces: who comes last is named, what is no trace is refused by its own name."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from tests.app.reading import charts, words
+
+MS = 1000  # microseconds, in which a trace counts
+
+
+def page(language: str) -> None:
+    """The app, opened at this page."""
+    import streamlit as st
+
+    from viz.pages import traces
+
+    st.query_params["lang"] = language
+    st.navigation([st.Page(traces.show, title="Traces", url_path="traces", default=True)]).run()
+
+
+def trace(rank: int, came: list[int]) -> bytes:
+    """Of a rank that comes to its collectives at these milliseconds; each ends on all ranks at 10, 20, 30."""
+    events = [
+        {"ph": "X", "cat": "kernel", "name": "ncclDevKernel_AllReduce", "ts": MS * at, "dur": MS * (10 * (i + 1) - at)}
+        for i, at in enumerate(came)
+    ]
+    return gzip.compress(json.dumps({"distributedInfo": {"rank": rank}, "traceEvents": events}).encode())
+
+
+@pytest.mark.parametrize(
+    ("language", "blamed", "time"),
+    [
+        ("en", "Rank 2 keeps the others waiting", "Time in collectives"),
+        ("zh", "rank 2 让其他 rank 一直等待", "通信所用的时间"),
+    ],
+)
+def test_the_rank_that_comes_last_is_named(language: str, blamed: str, time: str):
+    app = AppTest.from_function(page, args=(language,), default_timeout=30).run()
+    assert "export_chrome_trace" in words(app)
+    ranks = {0: [2, 12, 22], 1: [3, 13, 23], 2: [9, 19, 29]}
+    app.file_uploader[0].set_value([(f"w{r}.json.gz", trace(r, at), "application/gzip") for r, at in ranks.items()])
+    app.run()
+    assert not app.exception and not app.error
+    said = words(app)
+    assert blamed in said and time in said and "3" in said
+    waiting, transfer = charts(app)[0]["data"]
+    assert waiting["x"] == [21.0, 18.0, 0.0] and transfer["x"] == [3.0, 3.0, 3.0]
+
+
+def test_what_is_no_trace_is_refused_by_the_name_that_it_has(tmp_path):
+    app = AppTest.from_function(page, args=("en",), default_timeout=30).run()
+    app.file_uploader[0].set_value([("notes.json", b"{}", "application/json")]).run()
+    assert not app.exception
+    assert app.error[0].value.replace("\\", "") == "notes.json is no trace: it has no list traceEvents"

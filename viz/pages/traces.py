@@ -1,0 +1,88 @@
+"""Traces of somebody's own training, from PyTorch's profiler -> who comes last to its collectives and messages."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import streamlit as st
+
+from engine.analysis import stragglers, traces
+from viz import locales, player
+from viz.figures.late import plot_late
+from viz.locales import Catalogue
+from viz.pages.numbers import duration
+from viz.pages.settings import escape, show_language
+from viz.pages.state import read_url, write_url
+
+LONGEST = 8  # calls that are told
+RECIPE = """with torch.profiler.profile() as profiler:
+    train_one_step()
+profiler.export_chrome_trace(f"rank{torch.distributed.get_rank()}.json")"""
+
+
+def show() -> None:
+    asked = read_url("traces")
+    write_url(asked)
+    text = locales.text(asked.language)
+    title, switch = st.columns([4, 1], vertical_alignment="center")
+    title.markdown(f"## {text('traces.title')}")
+    with switch:
+        show_language(asked)
+    st.markdown(text("traces.lead"))
+    files = st.file_uploader(text("traces.files"), type=["json", "gz"], accept_multiple_files=True, key="traces")
+    if not files:
+        st.caption(text("traces.how"))
+        st.code(RECIPE, language="python")
+        return
+    try:
+        found = _read(tuple(file.file_id for file in files), files)
+    except ValueError as wrong:
+        st.error(escape(str(wrong)), icon=":material/error:")
+        return
+    _show_found(found, text)
+
+
+@st.cache_resource(max_entries=2, show_spinner=False)
+def _read(key: tuple[str, ...], _files: list[Any]) -> traces.Found:
+    """ValueError names files as they are called where they come from."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = []
+        for i, file in enumerate(_files):  # two may have one name
+            paths.append(Path(folder) / str(i) / Path(file.name).name)
+            paths[-1].parent.mkdir()
+            paths[-1].write_bytes(file.getbuffer())
+        try:
+            return traces.communications(paths)
+        except ValueError as wrong:
+            raise ValueError(re.sub(rf"{re.escape(folder)}/\d+/", "", str(wrong))) from None
+
+
+def _show_found(found: traces.Found, text: Catalogue) -> None:
+    calls = found.calls
+    ranks = stragglers.stragglers(calls)
+    named = stragglers.named(ranks, float(calls.ended.max() - calls.came.min()))
+    if named:
+        st.markdown(f"#### :red[:material/hourglass_bottom:] {text('traces.straggler', rank=named[0].rank)}")
+    else:
+        st.markdown(f"#### {text('traces.nobody' if ranks else 'traces.together')}")
+    for one in ranks[:LONGEST]:
+        values = {name: getattr(one, name) for name in ("rank", "last", "calls")} | {"time": duration(one.seconds)}
+        st.markdown(f"- {text('waits.straggler', **values)}")
+    st.markdown(f"##### {text('traces.inside')}", help=text("traces.inside.help"))
+    player.load()
+    player.chart(plot_late(stragglers.inside(calls), text), key="late-chart", alt=text("traces.inside"))
+    late = stragglers.late(calls)
+    order = [i for i in (-late.longest).argsort(kind="stable") if late.last[i] >= 0][:LONGEST]
+    if order:
+        st.markdown(f"##### {text('traces.longest')}")
+        st.markdown("\n".join(f"- {_call(found, late, int(i), text)}" for i in order))
+    if found.unmatched:
+        st.caption(text("traces.unmatched", count=found.unmatched))
+
+
+def _call(found: traces.Found, late: stragglers.Late, i: int, text: Catalogue) -> str:
+    times = {"longest": duration(float(late.longest[i])), "waited": duration(float(late.waited[i]))}
+    return text("traces.call", number=i + 1, name=escape(found.names[i]), last=int(late.last[i]), **times)
