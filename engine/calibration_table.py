@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from engine.accuracy import MANY
 from engine.cost.calibration import Calibration
 from engine.tables import BAR, rows, seconds
 
@@ -18,7 +19,15 @@ def calibration(made: Calibration, path: Path) -> str:
         product = name.startswith(("fp32", "bf16"))
         told = seconds(value) if name.endswith("latency") else f"{value / 1e9:.3g} {'GFLOP/s' if product else 'GB/s'}"
         lines.append((name.replace("_", " "), told))
-    lines += [("classes of ops", str(len(made.ops))), ("took", seconds(made.seconds)), ("stored in", str(path))]
+    others = f"{made.disturbed:.2g} of {made.identity.cores} cores"
+    if made.disturbed > MANY * made.identity.cores:
+        others += ": measure again when they do not"
+    lines += [
+        ("other programs kept busy", others),
+        ("classes of ops", str(len(made.ops))),
+        ("took", seconds(made.seconds)),
+        ("stored in", str(path)),
+    ]
     return f"{made.identity.cpu}, {made.identity.cores} cores, torch {made.identity.torch}\n{rows(lines)}"
 
 

@@ -257,7 +257,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def calibrate(arguments: argparse.Namespace) -> int:
-    """Measure this machine (about 20 s), for predictions on the machine `local`"""
+    """Measure this machine (about 25 s), for predictions on the machine `local`"""
     path = calibration.place()
     if path is None:
         raise SpecError("cannot_write", calibration.VARIABLE, "none")

@@ -38,7 +38,7 @@ from engine.predict import Prediction, predict
 from engine.spec import Spec
 from engine.timeline import NONE, Span, Timeline
 
-LONG_ENOUGH = 0.5  # seconds: a fiftieth of them is a tick of the kernel's clock, on each core
+LONG_ENOUGH = 0.25  # seconds: a twenty-fifth of them is a tick of the kernel's clock, on each core
 
 Routed = tuple[dict[str, list[list[int]]], ...]  # see Job.routed
 
@@ -239,7 +239,8 @@ def _accuracy(
         return None
     if on_cpu and job.spec.machine != "local":
         prediction = predict(job.spec.with_(machine="local"))
-    alike = [step for step in steady if (step + 1) % modes.period(job) == 0] or list(steady)
+    period = modes.period(job)
+    alike = [step for step in steady if (step + 1) % period == 0] or list(steady)
     simulation, counted = prediction.simulation, timeline.in_turn()
     counted = counted.where(np.isin(counted["step"], alike))
     waits = [rows[step].get("waited") for rows in steps for step in alike]
@@ -247,7 +248,7 @@ def _accuracy(
     found = accuracy(
         prediction.timeline,
         without_waiting(counted, prediction.plan.mesh),
-        step_times=[_step_seconds(steps, step) for step in alike],
+        step_times=[_step_seconds(steps, step, lined_up=period == 1) for step in alike],
         predicted_step_time=prediction.step_time,
         waited=waited,
         predicted_waited=sum(simulation.per_rank(simulation.waited)) / job.spec.devices,
@@ -284,10 +285,13 @@ def _parity(folder: Path, job: Job, state: str, done: int) -> dict[str, Any]:
     return {"ok": None, **dict.fromkeys(keys), "reason": reason, "steps": 0}
 
 
-def _step_seconds(steps: list[list[dict]], step: int) -> float:
-    """From the first rank's start of a step, or if that is later the last rank's end of the one before, to its end."""
-    begin = min(rows[step]["start"] for rows in steps)
-    if step:
+def _step_seconds(steps: list[list[dict]], step: int, *, lined_up: bool = True) -> float:
+    """From the first rank's start of a step, or if that is later the last rank's end of the one before, to its end.
+    Where ranks are not `lined_up` at its start, since they do not wait for each other in every step: from the mean
+    rank's start."""
+    starts = [rows[step]["start"] for rows in steps]
+    begin = min(starts) if lined_up else sum(starts) / len(starts)
+    if step and lined_up:
         begin = max(begin, max(rows[step - 1]["end"] for rows in steps))
     return max(rows[step]["end"] for rows in steps) - begin
 

@@ -118,8 +118,24 @@ def on_shared_cores(graph: Graph, seconds: np.ndarray, machine: Machine) -> tupl
         together[called] = groups[graph.meets[called]]
     columns = (seconds, alone * together, alone, acts_of(graph), lanes_of(graph), graph.meets)
     leads = np.array(local_leads(graph, machine.local))[graph.which].tolist() if machine.local else ()
-    cores = Cores(machine.cores, machine.together)
-    return share(cores, *(c.tolist() for c in columns), graph.waits, graph.first, leads, ranks.tolist())
+    cores = Cores(machine.cores, machine.together, machine.crowded)
+    each = (graph.waits, graph.first, leads, ranks.tolist(), machine.uneven, _met(graph))
+    return share(cores, *(c.tolist() for c in columns), *each)
+
+
+def _met(graph: Graph) -> list[int]:
+    """How many ranks come to each node of which the last one decides when it begins: members of a collective, the two
+    ends of a message between ranks that do the same, as round a ring; 1 of any other."""
+    kinds = np.array([op.kind for op in graph.templates])
+    met = np.array([graph.plan.mesh.degree(op.axis) if op.kind in COLLECTIVES else 1 for op in graph.templates])
+    met = met[graph.which]
+    programs = ([op for op in program.ops if op.kind != "load"] for program in graph.plan.programs)
+    does = [[(op.kind, op.stage, op.part) for op in ops] for ops in programs]
+    for received in np.flatnonzero((kinds == "recv")[graph.which]).tolist():
+        sent = int(graph.meets[received])
+        if does[graph.role(sent)] == does[graph.role(received)]:
+            met[sent] = 2
+    return met.tolist()
 
 
 def durations(graph: Graph, machine: Machine, slow: Slow = NOTHING) -> np.ndarray:

@@ -26,7 +26,7 @@ from engine.rules import SpecError
 SHIPPED = Path(__file__).resolve().parents[1] / "data" / "calibration.json"
 VARIABLE = "LOCKSTEP_CALIBRATION"  # a file to store in and to read from; `none`: what is shipped, wherever this runs
 OLD = 90  # days
-VERSION = 1  # of what is stored
+VERSION = 2  # of what is stored
 MEMORY_DIFFERS = 0.02  # of a machine's memory, that may be more or less after a restart
 COMMAND = "python -m engine calibrate"
 DIFFERS = ("host", "cpu", "cores", "memory", "gpus", "system", "torch")  # in the order in which they are told
@@ -106,13 +106,17 @@ Curve = tuple[tuple[float, ...], ...]  # (size, seconds, ...) in rising order of
 class Calibration:
     """`curves`: precision and threads (`fp32/2`) -> (FLOPs, seconds) of a product; `memory/1` -> (bytes read and
     written, seconds) of a sum; kind of communication and ranks (`all_reduce/4`) -> (bytes, seconds, cores busy
-    meanwhile, over all ranks). `ops`: who runs it, its kind and part (`fsdp/forward/block`) -> Cost. `together`: see
-    Machine. `made`: Unix seconds; `seconds`: how long it took. `rates`: a few of the numbers as people know them."""
+    meanwhile, over all ranks). `ops`: who runs it, its kind and part (`fsdp/forward/block`) -> Cost. `together`,
+    `crowded` and `uneven`: see Machine. `disturbed`: cores that other programs kept busy meanwhile. `made`: Unix
+    seconds; `seconds`: how long it took. `rates`: a few of the numbers as people know them."""
 
     identity: Identity
     made: float
     seconds: float
     together: float
+    crowded: float
+    uneven: float
+    disturbed: float
     curves: Mapping[str, Curve]
     ops: Mapping[str, Cost]
     rates: Mapping[str, float]
@@ -127,7 +131,9 @@ class Calibration:
         if values["version"] != VERSION:
             raise ValueError(f"it is of version {values['version']}, and this Lockstep reads {VERSION}")
         who = dict(values["identity"])
-        numbers = {name: _number(values[name]) for name in ("made", "seconds", "together")}
+        numbers = {
+            name: _number(values[name]) for name in ("made", "seconds", "together", "crowded", "uneven", "disturbed")
+        }
         return cls(
             identity=Identity(**who | {"gpus": tuple(who["gpus"])}),
             ops={name: Cost(*map(_number, cost)) for name, cost in values["ops"].items()},

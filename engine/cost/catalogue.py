@@ -220,6 +220,8 @@ def of_calibration(made: Calibration) -> Machine:
         bf16_gain=halves[-1][0] / halves[-1][1] / rate,
         cores=num_cores(),
         together=made.together,
+        crowded=made.crowded,
+        uneven=made.uneven,
         local=Local(made),
     )
 

@@ -50,7 +50,9 @@ class Machine:
     it is `bf16_gain`, `fp16_gain` or `fp8_gain` times that. `op_overhead` is what every op costs beside its work, or on
     a GPU (`sms` > 0) every kernel of it. `cores`: where ranks are processes that share cores, how many there are; 0
     where every rank has a device of its own. `together`: how fast a core is while all are busy, beside one that is
-    alone. `unit`: forget the rates: a stage's forward takes 1 s, its backward `unit_backward`, everything else nothing.
+    alone; `crowded`: while each has two processes, which take turns and find its caches full of each other's.
+    `uneven`: seconds of variance that a second of the same computing adds to when ranks are done with it. `unit`:
+    forget the rates: a stage's forward takes 1 s, its backward `unit_backward`, everything else nothing.
 
     `link_latency`, `link_rate` and `link_chunk` are of the link between neighbours: inside of a group of `node_size`
     ranks, or between all where that is 0. `outer`: further tiers, each with the number of ranks that it reaches; the
@@ -69,6 +71,8 @@ class Machine:
     fp8_gain: float = 1.0
     cores: int = 0
     together: float = 1.0
+    crowded: float = 1.0
+    uneven: float = 0.0
     unit: bool = False
     unit_backward: float = 2.0
     memory_size: int | None = None
@@ -119,13 +123,14 @@ class Machine:
             "flash_rate",
             "unit_backward",
             "together",
+            "crowded",
             "unfused",
         )
         rates = (*rates, "memory_size")
         _checked(
             self,
             (*gains, *rates),
-            ("op_overhead", "call_overhead", "switch", "link_latency", "cores", "node_size", "sms"),
+            ("op_overhead", "call_overhead", "switch", "link_latency", "cores", "node_size", "sms", "uneven"),
         )
         reach = [ranks for ranks, _ in self.tiers]
         if reach[-1] != EVERYBODY or any(a >= b for a, b in itertools.pairwise([EVERYBODY, *reach[:-1]])):

@@ -26,6 +26,8 @@ PLAIN = "single"
 SIMILAR = {"recv": "send", "scatter": "broadcast", "gather": "all_gather", "reduce": "all_reduce"}
 HALVES = {"backward_input": 0.5, "backward_weight": 0.5}  # of a backward, where it is two ops
 ALIKE = {"recompute": "forward", **dict.fromkeys(HALVES, "backward")}
+PASSES = ("forward", "backward", *ALIKE)
+SHARDED = ("fsdp", "hsdp")  # each layer has the hooks of `fully_shard`
 
 
 def part_class(part: str) -> str:
@@ -58,16 +60,18 @@ class Local:
     def beside(self, op: Op, threads: int, layers: Sequence[str] = ()) -> float:
         """What an op takes beside its matmuls."""
         own = self._own(op.kind, part_class(op.part), threads)
-        if op.part or op.kind not in (*ALIKE, "forward", "backward"):
+        if op.part or op.kind not in PASSES:
             return _of(own or self._plain(op.kind, part_class(op.part), threads), op.bytes)
         return (own or Cost()).scale * self.stage(op, threads, layers)
 
     def stage(self, op: Op, threads: int, layers: Sequence[str]) -> float:
-        """What a stage's layers take beside their matmuls, were they alone."""
-        costs = [self._plain(op.kind, part_class(layer), threads) for layer in layers]
+        """What a stage's layers take beside their matmuls, were they alone; with what is before each of them, its
+        hooks, where they are sharded."""
+        costs = [self._layer(op.kind, part_class(layer), threads) for layer in layers]
         if not costs:
             return 0.0
-        return sum(c.fixed for c in costs) + op.bytes * sum(c.per_byte for c in costs) / len(costs)
+        per_byte = sum(c.per_byte + c.lead_per_byte for c in costs) / len(costs)
+        return sum(c.fixed + c.lead for c in costs) + op.bytes * per_byte
 
     def matmul(self, flops: float, threads: int) -> float:
         """At the rate of a product of so many FLOPs, without what the smallest takes: a call, which is in `beside`."""
@@ -82,7 +86,8 @@ class Local:
         """Seconds that a rank spends before the op."""
         if op.asynchronous or op.kind == "recv":
             return 0.0
-        found = [self._cost(who, op.kind, part_class(op.part)) or self._cost(who, op.kind, ANY) for who in self.who]
+        of_any = None if not op.part and op.kind in PASSES else ANY  # a layer's lead is not a stage's
+        found = [self._cost(who, op.kind, part_class(op.part)) or self._cost(who, op.kind, of_any) for who in self.who]
         return max((c.lead + c.lead_per_byte * op.bytes for c in found if c), default=0.0)
 
     def communication(self, op: Op, ranks: int) -> tuple[float, float]:
@@ -105,6 +110,14 @@ class Local:
             return self._cost(f"{PLAIN}/{self._threads(threads)}", kind, part)
         return next((cost for who in self.who if (cost := self._cost(who, kind, part))), None)
 
+    def _layer(self, kind: str, part: str, threads: int) -> Cost:
+        """That of a layer within a stage: as it is sharded there, or alone."""
+        like = ALIKE.get(kind, kind)
+        sharded = next((cost for who in self.who if who in SHARDED and (cost := self._cost(who, like, part))), None)
+        if sharded is None:
+            return self._plain(kind, part, threads)._replace(lead=0.0, lead_per_byte=0.0)
+        return Cost(*(HALVES.get(kind, 1.0) * value for value in sharded[:4]))
+
     def _plain(self, kind: str, part: str, threads: int) -> Cost:
         """That of the layer alone; of a part that is none there, that of any."""
         who, like, half = f"{PLAIN}/{self._threads(threads)}", ALIKE.get(kind, kind), HALVES.get(kind, 1.0)
@@ -113,7 +126,7 @@ class Local:
         )
         return cost._replace(fixed=half * cost.fixed, per_byte=half * cost.per_byte) if cost else Cost()
 
-    def _cost(self, who: str, kind: str, part: str) -> Cost | None:
+    def _cost(self, who: str, kind: str, part: str | None) -> Cost | None:
         return self.calibration.ops.get(f"{who}/{kind}/{part}")
 
     def _threads(self, threads: int) -> int:
@@ -135,10 +148,13 @@ def _of(cost: Cost, size: float) -> float:
 
 
 def run_by(mode: str, degrees: dict[str, int]) -> tuple[str, ...]:
-    """What runs a mode's ops. Of a mesh of several axes, what runs each, from the inside of a layer outwards."""
+    """What runs a mode's ops. Of a mesh of several axes, what runs each, from the inside of a layer outwards: replicas
+    are `fully_shard`'s, but where there is nothing else than replicas and experts."""
     if mode != "hybrid":
         return RUN_BY.get(mode, (mode,))
-    by_axis = {"tp": "tensor", "ep": "expert", "cp": "context", "fsdp": "fsdp", "pp": "pipeline", "dp": "ddp"}
+    more = any(degrees.get(axis, 1) > 1 for axis in ("tp", "cp", "fsdp", "pp"))
+    replicas = "hsdp" if more else "ddp"
+    by_axis = {"tp": "tensor", "ep": "expert", "cp": "context", "fsdp": "fsdp", "pp": "pipeline", "dp": replicas}
     return tuple(who for axis, who in by_axis.items() if degrees.get(axis, 1) > 1) or (PLAIN,)
 
 

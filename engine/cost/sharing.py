@@ -12,9 +12,11 @@ ended alone, so one heap of ends is enough, however many ops run. What asks for 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 
 import numpy as np
 
@@ -24,10 +26,12 @@ CALLED = (SEND, SYNC_SEND, CALL, SYNC_CALL)  # the rank does something for it, b
 
 @dataclass(slots=True)
 class Cores:
-    """Ops that run, and the time. `count` cores; with all of them busy, each is `together` times as fast as alone."""
+    """Ops that run, and the time. `count` cores; with all of them busy, each is `together` times as fast as alone, and
+    `crowded` times once they are asked for twice."""
 
     count: int
     together: float = 1.0
+    crowded: float | None = None  # None: as `together`
     now: float = 0.0
     _virtual: float = 0.0  # of the clock that slows down
     _asked: float = 0.0  # cores
@@ -36,11 +40,13 @@ class Cores:
 
     def speed(self, asked: float) -> float:
         """Of each op, where all together ask for so many cores; 1 for one that has the machine to itself."""
-        if self.count < 2:
-            crowded = 1.0
-        else:
-            crowded = 1.0 - (1.0 - self.together) * min(max(asked - 1.0, 0.0) / (self.count - 1), 1.0)
-        return crowded * min(1.0, self.count / asked) if asked else 1.0
+        if not asked:
+            return 1.0
+        busy = min(max(asked - 1.0, 0.0) / (self.count - 1), 1.0) if self.count > 1 else 0.0
+        twice = min(max(asked / self.count - 1.0, 0.0), 1.0)
+        crowded = self.together if self.crowded is None else self.crowded
+        slower = 1.0 - (1.0 - self.together) * busy - (self.together - crowded) * twice
+        return slower * min(1.0, self.count / asked)
 
     def begin(self, op: int, seconds: float, asks: float, alone: float) -> None:
         """An op that asks for `asks` cores, and takes `seconds` where all that runs asks for `alone`."""
@@ -68,6 +74,12 @@ class Cores:
         return op
 
 
+def last_of(num: int) -> float:
+    """By how many standard deviations the last of so many comes after the mean one, where they come normally
+    distributed: the expected largest of them (Blom 1958, Statistical Estimates and Transformed Beta-Variables)."""
+    return NormalDist().inv_cdf((num - 0.375) / (num + 0.25)) if num > 1 else 0.0
+
+
 def share(
     cores: Cores,
     seconds: Sequence[float],
@@ -80,6 +92,8 @@ def share(
     first: Sequence[int],
     leads: Sequence[float] = (),
     players: Sequence[int] = (),
+    uneven: float = 0.0,
+    members: Sequence[int] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
     """Start and end of every node of a plan that does not deadlock; members of a collective share those of its call.
 
@@ -87,6 +101,10 @@ def share(
     cores that all who do this at once ask for; `alone`: those that one asks for. `leads`: seconds that a rank computes
     before it does this, on one core, which are no part of it; `players`: ranks of each role. `acts`,
     `lanes`, `meets` and `waits` are those of `engine.simulate.schedule`, whose rules these are.
+
+    Ranks that do the same are not done with it at the same moment: `uneven` is the variance, in seconds, that a second
+    of it adds. A call of `members` ranks begins when the last of them has made it (Kruskal and Weiss 1985, doi
+    10.1109/TSE.1985.231547, for tasks on processors), and so does a message between ranks of one role arrive.
     """
     nodes = len(seconds)
     led = [not lead for lead in leads] or [True] * nodes
@@ -100,6 +118,7 @@ def share(
     woken: dict[int, list[int]] = {}  # roles that wait for the end of a node
     at, last = list(first[:-1]), list(first[1:])
     role_of = np.repeat(np.arange(len(at)), np.diff(first)).tolist()
+    since = [0.0] * len(at)  # seconds for which each role has computed since it last waited for others
 
     def begin(node: int) -> None:
         start[node] = cores.now
@@ -110,6 +129,14 @@ def share(
         line.append(node)
         if len(line) == 1:
             begin(node)
+
+    def begins_late(node: int, role: int) -> None:
+        """Once the last has come of those who do this: they have computed for as long as this role."""
+        late = last_of(members[node]) * math.sqrt(uneven * since[role]) if uneven else 0.0
+        if late:
+            cores.begin(2 * nodes + node, late, 0.0, 0.0)
+        else:
+            queue(node)
 
     def pending(node: int, act: int) -> int | None:
         """What has not ended of that for which the role waits at this node."""
@@ -130,19 +157,23 @@ def share(
             if not led[node] and (act in CALLED or pending(node, act) is None):
                 led[node] = True
                 cores.begin(nodes + node, leads[node], players[role], 1.0)
+                since[role] += leads[node]
                 return
             if act in (SEND, SYNC_SEND) and not issued[node]:
                 issued[node] = True
-                queue(node)
+                begins_late(node, role)
             elif act in (CALL, SYNC_CALL) and not issued[node]:
                 issued[node] = True
                 missing[meets[node]] -= 1
                 if not missing[meets[node]]:
-                    queue(meets[node])
+                    begins_late(meets[node], role)
             if act != RUN and (need := pending(node, act)) is not None:
                 woken.setdefault(need, []).append(role)
                 return
+            if act in (SYNC_CALL, AWAIT):
+                since[role] = 0.0
             if act in (RUN, AWAIT):
+                since[role] += seconds[node]
                 begin(node)
                 return
             at[role] += 1
@@ -150,6 +181,9 @@ def share(
     for role in range(len(at)):
         go_on(role)
     while (node := cores.end_next()) is not None:
+        if node >= 2 * nodes:
+            queue(node - 2 * nodes)
+            continue
         if node >= nodes:  # what came before it
             go_on(role_of[node - nodes])
             continue

@@ -7,6 +7,7 @@ small jobs, recorded as those of any run. `engine.calibrate` makes costs of them
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -24,11 +25,11 @@ from torch.autograd.profiler import _disable_profiler, _enable_profiler, _prepar
 from engine import modes
 from engine.archive import read_json, write_json
 from engine.job import prepare
-from engine.real import worker
+from engine.real import cores, worker
 from engine.real.parity import Parity
 from engine.real.recorder import Recorder, communications
 from engine.real.targets import Targets
-from engine.real.training import Place, mark_updates
+from engine.real.training import Place, mark_updates, update
 from engine.settings import ONE_PROCESS_MODES
 from engine.spec import Spec
 
@@ -38,7 +39,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PRODUCTS = ((16, 16, 16), (64, 64, 64), (64, 256, 256), (512, 128, 512), (2048, 512, 512))
 ARRAYS = (4_096, 262_144, 2_097_152, 16_777_216)  # bytes of an array
 BETWEEN = 4_000_000  # bytes that are read, and written, from one collective to the next
-FEWEST, MOST = 4, 40  # calls of a collective
+FEWEST, MOST = 4, 40  # calls of a collective, in each pass
 FLOAT = 4  # bytes
 
 
@@ -46,14 +47,16 @@ def work(run_dir: str, rank: int, world_size: int) -> Any:
     """Measure what the folder asks for. The caller keeps what is returned, and ends the process without finalisers."""
     folder = Path(run_dir)
     asked = read_json(folder / ASKED)
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(asked.get("threads") or max(1, cores // world_size))
+    torch.set_num_threads(asked.get("threads") or max(1, len(os.sched_getaffinity(0)) // world_size))
     worker._peak_memory(torch.device("cpu"))
     if world_size > 1:
         worker._join(folder, rank, world_size, torch.device("cpu"), "file", 60.0)
     measure = {"rates": rates, "together": together, "links": links, "trainings": trainings}[asked["what"]]
+    began, busy, used = time.perf_counter(), cores.busy(), time.process_time()
     found, kept = measure(asked, folder, rank, world_size)
-    write_json(folder / FOUND.format(rank=rank), found)
+    seconds, used, now = time.perf_counter() - began, time.process_time() - used, cores.busy()
+    spent = {"seconds": seconds, "used": used, "busy": None if now is None else now - busy}
+    write_json(folder / FOUND.format(rank=rank), {"found": found, "spent": spent})
     return kept
 
 
@@ -107,18 +110,29 @@ def seconds_of(call: Callable[[], object], budget: float, clock: Callable[[], fl
     return median(times)
 
 
-def together(asked: dict, folder: Path, rank: int, world_size: int) -> tuple[dict, None]:
-    """Seconds of a product while only rank 0 computes, and while all ranks do."""
+def together(asked: dict, folder: Path, rank: int, world_size: int) -> tuple[dict, list]:
+    """`2` -> steps a second of this process while two of them train a model of their own, on one thread each."""
     torch.set_num_threads(1)
-    x, w = torch.randn(512, 512), torch.randn(512, 512)
-    found = {}
-    for name, ranks in (("alone", 1), ("together", world_size)):
-        if world_size > 1:
-            dist.barrier()
-        if rank < ranks:
-            found[name] = seconds_of(lambda: F.linear(x, w), asked["budget"])
+    job = prepare(Spec.from_dict(asked["job"]))
+    recorder = Recorder(folder / f"rank{rank}.jsonl", rank, 0, enabled=False)
+    training = modes.run(job.spec.mode).training(job, Place(rank, 1, torch.device("cpu"), recorder, folder))
+    found: dict[str, float] = {}
+    for processes in asked["each"]:
+        dist.barrier()
+        if rank < processes:
+            train(training, recorder)
+            dones, began = 0, time.perf_counter()
+            while (ended := time.perf_counter()) - began < asked["budget"] or not dones:
+                train(training, recorder)
+                dones += 1
+            found[str(processes)] = dones / (ended - began)
         told(folder, rank)
-    return found, None
+    return found, [training]
+
+
+def train(training: Any, recorder: Recorder) -> None:
+    training.make_gradients(0)
+    update(training, recorder)
 
 
 # --- links ------------------------------------------------------------------------------------------------------------
@@ -155,29 +169,32 @@ def links(asked: dict, folder: Path, rank: int, world_size: int) -> tuple[dict, 
     the part of that time in which the process used a core."""
     found: dict[str, Any] = {}
     between = torch.zeros(BETWEEN // FLOAT)  # a step computes between collectives: caches are full of other things
-    for kind in asked["kinds"]:
-        for size in asked["sizes"]:
-            call = calls(kind, size, rank, world_size)
-            call()
-            began = time.perf_counter()
+    passes = asked["passes"]
+    for kind, size in passes * [*itertools.product(asked["kinds"], asked["sizes"])]:
+        call = calls(kind, size, rank, world_size)
+        call()
+        began = time.perf_counter()
+        between + 1.0
+        call()
+        # All ranks make as many calls: rank 0 says how many.
+        each = asked["budget"] / passes / (time.perf_counter() - began)
+        count = torch.tensor([min(max(int(each), FEWEST), MOST)])
+        dist.broadcast(count, 0)
+        config = ProfilerConfig(ProfilerState.KINETO, True, False, False, False, False, _ExperimentalConfig())
+        _prepare_profiler(config, {ProfilerActivity.CPU})
+        _enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})
+        marks, cpu, wall = [], 0.0, 0.0
+        for _ in range(int(count)):
             between + 1.0
+            start, used = time.time_ns(), time.process_time()
             call()
-            # All ranks make as many calls: rank 0 says how many.
-            count = torch.tensor([min(max(int(asked["budget"] / (time.perf_counter() - began)), FEWEST), MOST)])
-            dist.broadcast(count, 0)
-            config = ProfilerConfig(ProfilerState.KINETO, True, False, False, False, False, _ExperimentalConfig())
-            _prepare_profiler(config, {ProfilerActivity.CPU})
-            _enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})
-            marks, cpu, wall = [], 0.0, 0.0
-            for _ in range(int(count)):
-                between + 1.0
-                start, used = time.time_ns(), time.process_time()
-                call()
-                marks.append((start, time.time_ns()))
-                cpu, wall = cpu + time.process_time() - used, wall + (marks[-1][1] - start) / 1e9
-            events = communications(_disable_profiler().events())
-            found[f"{kind}/{size}"] = {"busy": cpu / wall, "calls": _of_calls(marks, events)}
-            told(folder, rank)
+            marks.append((start, time.time_ns()))
+            cpu, wall = cpu + time.process_time() - used, wall + (marks[-1][1] - start) / 1e9
+        events = communications(_disable_profiler().events())
+        one = found.setdefault(f"{kind}/{size}", {"busy": 0.0, "calls": []})
+        one["busy"] += cpu / wall / passes
+        one["calls"] += _of_calls(marks, events)
+        told(folder, rank)
     return found, None
 
 
@@ -206,9 +223,11 @@ def trainings(asked: dict, folder: Path, rank: int, world_size: int) -> tuple[di
             training = modes.run(job.spec.mode).training(job, place)
             mark_updates(training.optimizer, recorder)
             checked = Parity(job, place, training), Targets(job, place)
-            lines = [worker._one_step(job, place, training, *checked, step) for step in range(job.steps)]
+            with (place_of / f"rank{rank}.steps.jsonl").open("w", encoding="utf-8") as steps:
+                for step in range(job.steps):  # as in a run, where each line is written when its step is done
+                    steps.write(json.dumps(worker._one_step(job, place, training, *checked, step)) + "\n")
+                    steps.flush()
             recorder.flush()
-            (place_of / f"rank{rank}.steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
             kept.append(training)
         if world_size > 1:
             dist.barrier()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from engine.accuracy import REASONS, accuracy, by_kind, explain, shared_with, without_waiting
-from engine.finish import other_cores
+from engine.finish import _step_seconds, other_cores
 from engine.plan import Mesh
 from engine.real import cores
 from engine.spec import Spec
@@ -121,7 +121,7 @@ def lines(*steps: tuple[float, float, tuple[float, float]]) -> list[list[dict]]:
         ((14.0, 108.0, (5.0, 5.0)), 0.0),  # in 4 s two ranks used 2 x 4 s, and cores were busy for 8 s
         ((14.0, 108.0, (3.0, 3.0)), 1.0),  # of 8 s they used 4
         ((14.0, 107.9, (5.0, 5.0)), 0.0),  # ticks are coarse: never less than none
-        ((10.4, 108.0, (5.0, 5.0)), None),  # too short to be told in ticks
+        ((10.2, 108.0, (5.0, 5.0)), None),  # too short to be told in ticks
     ],
 )
 def test_cores_that_other_programs_kept_busy(last, other):
@@ -186,3 +186,14 @@ def test_the_result_of_a_real_run_holds_it_for_every_kind_of_op(launcher, runs_d
     assert (found["machine"], found["calibration"]) == ("local", "shipped")
     parts = [value for name, value in found["parts"].items() if name != "start_up"]
     assert sum(parts) == pytest.approx(found["step"]["measured"] - found["step"]["predicted"])
+
+
+def test_a_step_that_ranks_begin_when_they_like_is_that_of_a_mean_rank():
+    """Ranks at 0 and 6, both done at 10: 7 of a mean rank, though the last one began 4 before the end; and where all
+    begin together, from the end of the step before."""
+    steps = [
+        [{"start": -9.0, "end": 0.0}, {"start": 0.0, "end": 10.0}],
+        [{"start": -9.0, "end": 6.0}, {"start": 6.0, "end": 10.0}],
+    ]
+    assert _step_seconds(steps, 1, lined_up=False) == 7.0
+    assert _step_seconds(steps, 1) == 4.0

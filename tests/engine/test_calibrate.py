@@ -42,6 +42,7 @@ def test_it_is_stored_and_predicts(tmp_path, monkeypatch):
     assert made["path"] == str(path) and find().source == "calibrated"
     kept = load(path)
     assert {f"{kind}/2" for kind in COLLECTIVE_KINDS} <= kept.curves.keys()
+    assert 0 < kept.crowded <= kept.together <= 1 and kept.uneven > 0
     for curve in kept.curves.values():
         assert all(point[1] > 0 for point in curve)
     assert {"ddp/forward/block", "single/1/forward/conv1", "ddp/optimizer/"} <= kept.ops.keys()

@@ -7,9 +7,12 @@ import dataclasses
 import json
 import time
 
+import numpy as np
 import pytest
 
-from engine.calibrate import Sample, costs, curves, line, scale
+from engine import calibrate
+from engine.calibrate import Measured, Measuring, Part, curves, speeds
+from engine.calibrated import Arrival, Call, Sample, arrivals, costs, line, scale, unevenness
 from engine.cost import calibration
 from engine.cost.calibration import (
     DIFFERS,
@@ -36,6 +39,9 @@ MADE = Calibration(
     made=time.time(),
     seconds=20.0,
     together=0.9,
+    crowded=0.8,
+    uneven=1e-4,
+    disturbed=0.1,
     curves={
         # 1 us a call and a TFLOP/s; on two threads twice that
         "fp32/1": ((1e6, 2e-6), (1e9, 1.001e-3)),
@@ -202,6 +208,15 @@ def test_a_stage_takes_what_its_layers_take_and_what_its_schedule_adds():
     assert seconds == pytest.approx(1.25 * (2 * 2e-4 + 200_000 * 1e-9) + 1e-3, rel=2e-3)
 
 
+def test_sharded_layers_have_their_hooks_within_a_stage():
+    """Twice 3e-4 and 1e-3 before it, 200,000 bytes at 1e-9 and 1e-9; and no layer's lead before the stage."""
+    op = Op(kind="forward", stage=1, microbatch=0, bytes=200_000, flops=10**9)
+    mesh = Local(MADE, ("fsdp", "pipeline"))
+    seconds = 1.25 * (2 * (3e-4 + 1e-3) + 200_000 * 2e-9)
+    assert mesh.compute(op, 1, ("block1", "block2")) == pytest.approx(seconds + 1e-3, rel=2e-3)
+    assert mesh.lead(op) == pytest.approx(1e-4)
+
+
 def test_a_half_of_a_backward_takes_half_of_what_it_takes_beside_its_products():
     half = Op(kind="backward_input", stage=0, microbatch=0, part="block1", bytes=0)
     assert Local(MADE, ("pipeline",)).compute(half, 1) == pytest.approx(2e-4)
@@ -231,6 +246,8 @@ def test_layers_that_differ_in_their_number_are_of_one_class():
 
 def test_a_mesh_of_several_axes_is_run_by_several():
     assert run_by("hybrid", {"pp": 2, "fsdp": 2, "tp": 1, "dp": 1}) == ("fsdp", "pipeline")
+    assert run_by("hybrid", {"pp": 2, "dp": 2}) == ("pipeline", "hsdp")
+    assert run_by("hybrid", {"ep": 2, "dp": 2}) == ("expert", "ddp")
     assert run_by("hsdp", {"dp": 2, "fsdp": 2}) == ("hsdp", "fsdp")
 
 
@@ -248,6 +265,8 @@ def test_a_line_is_found_again_and_no_part_of_it_is_negative():
     fixed, slope = line([(1000, 1e-3), (2000, 4e-3)])
     assert fixed == 0.0 and 1e-6 < slope < 2e-6
     assert line([]) == (0.0, 0.0)
+    assert line([(10, 1e-3), (10, 3e-3)]) == (pytest.approx(2e-3), 0.0)  # the mean, not what is nearer to the smaller
+    assert scale([(1e-3, 1e-3), (1e-3, 3e-3)]) == pytest.approx(2.0)
     fixed, slope = line([(1000, 1e-3), (2000, 4e-3)], steepest=1e-7)
     assert slope == 1e-7 and 1e-3 < fixed < 4e-3
 
@@ -263,6 +282,54 @@ def test_costs_are_found_again_from_what_ops_of_these_costs_take():
     found = costs("ddp", samples, alone, 0.9)
     assert found["ddp/forward/block"] == pytest.approx(Cost(1e-4, 2e-4, 1e-9, 3e-9), rel=1e-6)
     assert found["ddp/forward/*"] == found["ddp/forward/block"]
+
+
+def test_how_uneven_ranks_are_is_found_again_from_when_they_come():
+    """Two ranks whose seconds are drawn from normal distributions of a variance of 1e-4 a second."""
+    draw = np.random.default_rng(0)
+    done = []
+    for seconds in draw.uniform(1e-3, 1e-1, 4000):
+        one, other = draw.normal(seconds, np.sqrt(1e-4 * seconds), 2)
+        done.append(Arrival(abs(one - other), seconds))
+    assert unevenness(done) == pytest.approx(1e-4, rel=0.05)
+    assert unevenness([]) == 0.0 and unevenness([Arrival(0.0, 1.0)]) == 0.0
+
+
+def test_calls_of_two_ranks_are_paired_lane_by_lane():
+    one = [Call("dp", 1.0, 0.5), Call("fsdp", 4.0, 0.2), Call("dp", 6.0, 1.0)]
+    other = [Call("dp", 1.5, 0.7), Call("dp", 5.0, 1.0), Call("fsdp", 4.0, 0.4)]
+    found = sorted(arrivals([one, other]))
+    assert found == [(0.0, pytest.approx(0.3)), (0.5, pytest.approx(0.6)), (1.0, 1.0)]
+    assert [*arrivals([one])] == []
+
+
+def test_a_core_is_as_fast_as_what_all_do_on_it():
+    """Alone 10 steps a second; two cores do 18, and 16 while four processes take turns."""
+    four = [{"1": 10.0, "2": 9.0, "4": 4.0}, {"2": 9.0, "4": 4.0}, {"4": 5.0}, {"4": 3.0}]
+    assert speeds(four, 2) == (pytest.approx(0.9), pytest.approx(0.8))
+    # More than alone, or crowded more than each on its own, is noise.
+    assert speeds([{"1": 10.0, "2": 11.0, "4": 6.0}, {"2": 11.0, "4": 6.0}], 2) == (1.0, 0.6)
+
+
+def test_cores_that_others_kept_busy_are_those_that_no_rank_used(tmp_path):
+    for rank, busy in ((0, 7.0), (1, 7.5)):
+        spent = {"seconds": 2.0, "used": 1.5, "busy": busy}
+        (tmp_path / f"rank{rank}.found.json").write_text(json.dumps({"found": {}, "spent": spent}))
+    assert Measured.of(Part("links2", 2, {}, 1), tmp_path).others == pytest.approx((7.0 - 3.0) / 2.0)
+
+
+@pytest.mark.parametrize(("each", "wanted"), [((0.0,), [0.0]), ((9.0, 1.0), [1.0]), ((9.0, 10.0), [9.0])])
+def test_what_others_disturbed_is_measured_once_more_and_the_calmer_one_kept(monkeypatch, each, wanted):
+    parts, left = [Part("links2", 2, {}, 1)], [*each]
+
+    def measure(self, part, folder, launcher, tell):
+        return Measured(part, folder, [], 1.0, left.pop(0))
+
+    monkeypatch.setattr(Measuring, "_parts", lambda *_: parts)
+    monkeypatch.setattr(Measuring, "_measure", measure)
+    monkeypatch.setattr(Measuring, "_calibration", lambda self, found, began: [one.others for one in found])
+    monkeypatch.setattr(calibrate.Launcher, "warm", lambda self: None)
+    assert Measuring().run() == wanted and not left
 
 
 def test_a_collective_takes_from_its_last_start_to_its_last_end():

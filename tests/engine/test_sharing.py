@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from engine import modes
 from engine.cost.machine import machine
-from engine.cost.sharing import Cores
+from engine.cost.sharing import Cores, last_of
 from engine.job import prepare
 from engine.notation import parse_plan
 from engine.simulate import simulate
@@ -85,6 +86,47 @@ def test_no_core_is_idle_while_an_op_waits_for_one_and_none_does_the_work_of_two
 def test_cores_that_are_slower_together_slow_down_what_shares_them():
     """Two cores at 0.8 while both are busy: the first ends at 1 / 0.8, then the other has 1 left, alone."""
     assert ends(Cores(2, together=0.8), [(1.0, 1), (2.0, 1)]) == pytest.approx({0: 1.25, 1: 2.25})
+
+
+@pytest.mark.parametrize(("jobs", "wanted"), [(2, 1 / 0.8), (3, 3 / (2 * 0.7)), (4, 2 / 0.6), (8, 4 / 0.6)])
+def test_cores_that_are_asked_for_twice_lose_some_more(jobs, wanted):
+    """Two cores at 0.8 while both are busy and at 0.6 while each has two processes; three are in the middle."""
+    found = ends(Cores(2, together=0.8, crowded=0.6), [(1.0, 1)] * jobs)
+    assert found == pytest.approx(dict.fromkeys(range(jobs), wanted))
+
+
+# Ranks that are not done at the same moment
+
+
+@pytest.mark.parametrize(
+    ("num", "wanted"), [(1, 0.0), (2, 1 / math.sqrt(math.pi)), (3, 1.5 / math.sqrt(math.pi)), (4, 1.0294), (8, 1.4236)]
+)
+def test_the_last_of_some_is_the_largest_of_as_many_normal_numbers(num, wanted):
+    """Teichroew 1956, Tables of Expected Values of Order Statistics."""
+    assert last_of(num) == pytest.approx(wanted, rel=0.05)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("uneven", [0.0, 0.01])
+def test_a_collective_begins_when_the_last_has_come(ranks, uneven):
+    """After 4 s deviations of 0.2 s, and after 9 more of 0.3 s, since all begin these together."""
+    text = f"mesh dp={ranks}\nrole 0: ranks 0-{ranks - 1}\n"
+    text += "forward flops=4\nall_reduce over dp bytes=0\nforward flops=9\nall_reduce over dp bytes=0\n"
+    result = simulate(parse_plan(text), replace(PLAIN, cores=ranks, uneven=uneven))
+    late = 0.5 * last_of(ranks) if uneven else 0.0
+    assert result.makespan == pytest.approx(13 + late)
+
+
+def test_so_does_a_message_between_ranks_that_do_the_same_and_none_between_others():
+    ring = prepare(Spec(mode="context", devices=2, model="gpt", dataset="synthetic", machine="a100"))
+    line = prepare(Spec(mode="layer_split", devices=2, model="gpt", dataset="synthetic", machine="a100"))
+    slower = []
+    for job in (ring, line):
+        shared = replace(machine("a100"), cores=2)
+        even, uneven = (simulate(modes.plan(job), replace(shared, uneven=u)).timeline for u in (0.0, 1e-3))
+        sends = even["kind"] == "send"
+        slower.append((uneven["start"][sends] > even["start"][sends]).any())
+    assert slower == [True, False]
 
 
 def test_a_latency_takes_no_core():
