@@ -58,7 +58,7 @@ def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
             raise SpecError("option_of_model", setting, value, model=model, reason=reason)
     if spec.recompute == "selective" and not any(layer.products for layer in layers):
         raise SpecError("nothing_to_recompute", "recompute", "selective", suggest=["none", "full"], model=spec.model)
-    if spec.mode in TENSOR_MODES or (degrees(spec).get("tp", 1) > 1 and family(spec.model) != "moe"):
+    if spec.mode in TENSOR_MODES or degrees(spec).get("tp", 1) > 1:
         _check_shards(spec, layers)
     if spec.mode == "context":
         return check_context(spec)
@@ -147,8 +147,6 @@ def _check_expert_axis(spec: Spec) -> None:
         if getattr(spec, other) > 1:
             names = {"model": spec.model, "works": ", ".join(works)}
             raise SpecError("axis_of_model", other, getattr(spec, other), suggest=[1], **names)
-    if spec.cp > 1 and spec.ep == 1:
-        raise SpecError("needs_axis", "cp", spec.cp, axis="ep")
     if spec.experts % spec.ep:
         good = nearest([d for d in range(1, spec.experts + 1) if spec.experts % d == 0], spec.ep, 8)
         sizes = f"experts {spec.experts}"
@@ -237,7 +235,7 @@ def _check_schedule(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
 def _check_shards(spec: Spec, layers: tuple[Layer, ...]) -> None:
     """What is cut must be cut into equal parts: attention by heads, the vocabulary by tokens, other layers by
     the features between a pair."""
-    if family(spec.model) == "gpt":
+    if spec.model in TOKEN_MODELS:
         context = spec.context // degrees(spec).get("cp", 1)  # of a rank that deals it out among others
         sizes = {"heads": spec.heads, "context": context, "vocabulary": layers[-1].output[-1]}
     else:

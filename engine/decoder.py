@@ -7,6 +7,7 @@ that the rank has where the matrices are not.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from engine.cost import kernels
@@ -88,15 +89,18 @@ class Decoder:
             ("proj.weight", (h, self.queries())),
         )
 
-    def attention_products(self) -> int:
-        """Numbers in the matrices of attention: a token's multiplications."""
-        return sum(shape[0] * shape[1] for _, shape in self.attention_params() if len(shape) == 2)
+    def attention_products(self) -> tuple[int, int]:
+        """Numbers in the matrices of attention, a token's multiplications: of those that ranks share, and of those that
+        each has whole, which make a latent of a token."""
+        products = [(name, math.prod(shape)) for name, shape in self.attention_params() if len(shape) == 2]
+        whole = sum(size for name, size in products if "_down" in name)
+        return sum(size for _, size in products) - whole, whole
 
     def attention_flops(self, ranks: int = 1) -> int:
         """Matrices, and scores and weighted sum over the full square of tokens."""
-        c, own = self.context, self.latent
+        c, own, (shared, whole) = self.context, self.latent, self.attention_products()
         width = self.heads * (own.plain + own.rotary + own.value) // 2 if own else self.queries()
-        return (2 * c * self.attention_products() + 2 * 2 * c * c * width) // ranks
+        return 2 * c * whole + (2 * c * shared + 2 * 2 * c * c * width) // ranks
 
     def attention_saved(self, ranks: int = 1) -> int:
         """Queries, keys and values, and attention's output; and what is between them."""
@@ -117,11 +121,11 @@ class Decoder:
     def around_attention(self, ranks: int = 1) -> tuple[Kernels, Kernels]:
         """What makes queries, keys and values; and what takes the result."""
         c, item, h = self.context, self.item, self.hidden
-        products = [(shape, "norm" in name) for name, shape in self.attention_params()]
         if self.latent is None:
             before = [kernels.matmul(c, self.qkv(ranks), h, item, given=0)]
         else:
-            before = [kernels.matmul(c, shape[0], shape[1], item, given=0) for shape, norm in products[:-1] if not norm]
+            made = [(shape, ranks if "_up" in name else 1) for name, shape in self.attention_params()[:-1]]
+            before = [kernels.matmul(c, s[0] // parts, s[1], item, given=0) for s, parts in made if len(s) == 2]
         if self.rotary:
             turned = item * c * self.qkv(ranks)
             before.append(kernels.memory(2 * turned, 2 * turned))
@@ -158,9 +162,9 @@ class Decoder:
         """What the activation is given and what it gives; that of a gate is fused with the product."""
         return self.item * self.context * (ffn or self.ffn) * (3 if self.gated else 2) // ranks
 
-    def mlp_beside(self, ranks: int = 1) -> int:
+    def mlp_beside(self, ranks: int = 1, ffn: int | None = None) -> int:
         """Gradients of what the activation gives and of what it is given, which exist while an MLP goes back."""
-        return self.mlp_saved(ranks)
+        return self.mlp_saved(ranks, ffn)
 
     def mlp_products(self, ranks: int = 1, ffn: int | None = None) -> int:
         """Bytes of the results of its matrices but the last."""

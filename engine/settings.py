@@ -110,8 +110,9 @@ MODEL_REASONS = {
 DENSE = ("gpt", *(name for name in PRESETS if family(name) == "gpt"))
 ROUTED = ("moe", *(name for name in PRESETS if family(name) == "moe"))
 # A mode that is not named takes every model.
-MODE_MODELS = {"tensor": ("cnn", "mlp", *DENSE), "sequence": DENSE, "context": DENSE, "expert": ROUTED}
-MODE_MODELS["hybrid"] = (*MODE_MODELS["tensor"], *MODE_MODELS["expert"])
+MODE_MODELS = {"sequence": (*DENSE, *ROUTED), "expert": ROUTED}
+MODE_MODELS["context"] = tuple(model for model in MODE_MODELS["sequence"] if model not in LATENT)
+MODE_MODELS["tensor"] = MODE_MODELS["hybrid"] = ("cnn", "mlp", *MODE_MODELS["sequence"])
 # These split the batch over devices.
 DATA_MODES = ("data_parallel", "ddp", "zero1", "zero2", "fsdp", "hsdp", "local_sgd", "expert")
 # A mode is a name for a mesh: of one axis, or of those whose degrees are settings.
@@ -133,8 +134,8 @@ MODE_AXIS = {
 # Axes that a hybrid of a model can have; those of models that are not named are the first.
 MODEL_AXES = {"": ("pp", "dp", "fsdp", "tp")}
 MODEL_AXES |= dict.fromkeys(DENSE, ("pp", "dp", "fsdp", "cp", "tp"))
-MODEL_AXES |= dict.fromkeys(ROUTED, ("pp", "dp", "fsdp", "cp", "ep"))
-MODEL_AXES |= dict.fromkeys(LATENT, ("pp", "dp", "fsdp", "ep"))
+MODEL_AXES |= dict.fromkeys(ROUTED, ("pp", "dp", "fsdp", "cp", "ep", "tp"))
+MODEL_AXES |= dict.fromkeys(LATENT, ("pp", "dp", "fsdp", "ep", "tp"))
 DATA_AXES = ("dp", "fsdp", "ep")  # those over which the batch is cut
 ONE_PROCESS_MODES = ("single", "data_parallel")
 STAGE_MODES = ("layer_split", "pipeline")  # split the layers over devices

@@ -221,10 +221,10 @@ def _routed(dense: _Block, sizes: Decoder, spec: Spec) -> _Block:
     return tuple(params), flops, saved, products, 0, kernels
 
 
-def expert_kernels(sizes: Decoder, experts: int, tokens: float) -> Kernels:
+def expert_kernels(sizes: Decoder, experts: int, tokens: float, ranks: int = 1) -> Kernels:
     """Copies sorted to experts and back, and each expert's matrices, for as many copies as it gets of a sample."""
     copies = sizes.item * experts * tokens * sizes.hidden
-    inside = (kernel._replace(batch=experts) for kernel in sizes.mlp_kernels(tokens=max(1, round(tokens))))
+    inside = (kernel._replace(batch=experts) for kernel in sizes.mlp_kernels(ranks, tokens=max(1, round(tokens))))
     return (memory(2 * copies, 2 * copies), *inside, memory(3 * copies, 3 * copies))
 
 

@@ -34,9 +34,11 @@ class Meshes:
         self.tp = self.whole["tp"]
         self.layers = self._sharding(self.whole, replicas) if is_shared(mesh) else None
         self.experts: Sharding | None = None
+        self.experts_tp: DeviceMesh | None = None
         if job.degree("ep") > 1:
             replicas = replicas_of(mesh, of_experts=True)
-            self.experts = self._sharding(self._of_experts(job, replicas or "dp"), replicas)
+            alike = self._of_experts(job, replicas or "dp")
+            self.experts, self.experts_tp = self._sharding(alike, replicas), alike["tp"]
 
     def _joined(self, job: Job, replicas: str) -> DeviceMesh:
         """(all other axes, those of REPLICATED as one, fsdp, tp)"""
@@ -47,17 +49,19 @@ class Meshes:
         return DeviceMesh(self.every.device_type, ranks.reshape(-1, *degrees), mesh_dim_names=names)
 
     def _of_experts(self, job: Job, replicas: str) -> DeviceMesh:
-        """The ranks that have the same experts. Of the same groups as the rest, since calls in one keep their order."""
-        order = ("pp", "ep", "tp", "dp", "cp", "fsdp")
+        """The ranks that have the same experts, and the tensor ranks that share these. Of the same groups as the rest,
+        since calls in one keep their order."""
+        order = ("pp", "ep", "dp", "cp", "fsdp", "tp")
         ranks = self.every.mesh.permute([AXES.index(axis) for axis in order])
-        ranks = ranks.reshape(-1, job.degree("dp") * job.degree("cp"), job.degree("fsdp"))
+        ranks = ranks.reshape(-1, job.degree("dp") * job.degree("cp"), job.degree("fsdp"), job.degree("tp"))
         (mine,) = [each for each in ranks if (each == self.every.get_rank()).any()]
         group = self.every.get_group("dp" if job.degree("cp") == 1 else "cp")
         if job.degree("dp") > 1 and job.degree("cp") > 1:
-            across = ranks.permute(0, 2, 1).reshape(-1, ranks.shape[1])
+            across = ranks.movedim(1, -1).reshape(-1, ranks.shape[1])
             names = ("rest", replicas)
             group = DeviceMesh(self.every.device_type, across, mesh_dim_names=names).get_group(replicas)
-        groups, names = [group, self.whole.get_group("fsdp")], (replicas, "fsdp")
+        groups = [group, self.whole.get_group("fsdp"), self.whole.get_group("tp")]
+        names = (replicas, "fsdp", "tp")
         return DeviceMesh.from_group(groups, self.every.device_type, mesh=mine, mesh_dim_names=names)
 
     def _sharding(self, mesh: DeviceMesh, replicas: str) -> Sharding:

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial
 
 from engine.job import Job
 from engine.masked import LEFT_OUT
@@ -92,14 +93,29 @@ class Block(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+def own_part(weight: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a weight laid out over tensor ranks. The gradient of one that it has whole is a part, as it
+    has a part of what follows."""
+    if not isinstance(weight, DTensor):
+        return weight
+    return weight.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in weight.placements])
+
+
+class Product(nn.Linear):
+    """Of a weight that tensor ranks may share; who calls it sees to what comes in and goes out."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, own_part(self.weight))
+
+
 class Expert(nn.Module):
     """One expert, an MLP as that of a Block: [copies, hidden] -> the same. It is called without copies too: then the
     gradients of its weights are zero, and not None, on every device alike."""
 
     def __init__(self, hidden: int):
         super().__init__()
-        self.up = nn.Linear(hidden, 4 * hidden, bias=False)
-        self.down = nn.Linear(4 * hidden, hidden, bias=False)
+        self.up = Product(hidden, 4 * hidden, bias=False)
+        self.down = Product(4 * hidden, hidden, bias=False)
 
     def forward(self, copies: torch.Tensor) -> torch.Tensor:
         return self.down(F.gelu(self.up(copies)))
@@ -137,7 +153,11 @@ class Router(nn.Linear):
     """[tokens, hidden] -> scores of the experts in fp32: rounded to 8 bits many would be equal, and chance chose."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return Scores.apply(tokens, self.weight)
+        return Scores.apply(tokens, own_part(self.weight))
+
+
+def as_it_is(mixture: Callable, x: torch.Tensor) -> torch.Tensor:
+    return mixture(x)
 
 
 class MixtureBlock(Block):
@@ -155,12 +175,16 @@ class MixtureBlock(Block):
         self.name, self.num_experts, self.top_k = layer.name, num_experts(layer), top_k
         super().__init__(layer.output[-1], heads)
         self.elsewhere: Callable | None = None  # where experts are on other devices too: called as they are
+        self.around = as_it_is  # something else where what comes in, and goes out, is shared out
 
     def add_mlp(self, hidden: int) -> None:
         self.router = Router(hidden, self.num_experts, bias=False)
         self.experts = Experts(hidden, range(self.num_experts))
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        return self.around(self.mixture, x)
+
+    def mixture(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(0, -2)
         probabilities, chosen = self.router(tokens).softmax(-1).topk(self.top_k)
         chosen = chosen.flatten()

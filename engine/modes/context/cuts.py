@@ -23,6 +23,7 @@ from engine.job import Job
 from engine.modes.context.deal import area, area_of_all
 from engine.modes.tensor.cuts import Cut, Way, names_in
 from engine.modes.tensor.pieces import decoder
+from engine.modes.tensor.plan import inside_of
 from engine.modes.tensor.shards import piece
 from engine.plan import Op
 from engine.shapes import Layer
@@ -104,18 +105,19 @@ def _around(job: Job, layer: Layer) -> tuple[Layer, Layer]:
     copy = layer.item * c * q if job.spec.attention == "ulysses" else 0  # attention's output by heads, beside by tokens
     made = layer.item * c * (q + kv)  # and kept if all products are
     first, last = sizes.around_attention()
+    inside = inside_of(job, layer)
     before = piece(
         layer, "qkv", "norm1", "qkv",
         flops=2 * c * h * (q + kv), saved=sizes.norm_saved() + layer.item * c * kept(job), output=(c, q + kv),
         products=made, kernels=(*sizes.norm_kernels(), *first),
     )  # fmt: skip
     after = piece(
-        layer, "mlp", "proj", "norm2", "gate", "up", "down",
-        flops=2 * c * h * q + sizes.mlp_flops(), saved=rest + copy, output=(c, h),
+        layer, "mlp", "proj", "norm2", *(name.split(".")[0] for name, _ in inside.params),
+        flops=2 * c * h * q + inside.flops, saved=rest + copy, output=(c, h),
         products=layer.products - made, last_flops=layer.last_flops, copied=layer.copied,
         products_copied=layer.products_copied, beside=layer.beside,
         kernels=(
-            *last, *sizes.sum_kernels(), *sizes.norm_kernels(), *sizes.mlp_kernels(), *sizes.sum_kernels(),
+            *last, *sizes.sum_kernels(), *sizes.norm_kernels(), *inside.kernels, *sizes.sum_kernels(),
         ),
     )  # fmt: skip
     return before, after

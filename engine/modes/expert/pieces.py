@@ -1,50 +1,77 @@
-"""A block and the copies of tokens that come to its experts -> its pieces between two exchanges of tokens."""
+"""A block and the copies of tokens that come to its experts -> its pieces between two exchanges of tokens.
+
+Probabilities are fp32, and indices int64: which experts, and three orders. Of each copy an expert keeps the input, and
+its MLP's. Tensor ranks have a part of each expert's MLP, and all of its tokens. What experts share is computed first.
+"""
+
+import dataclasses
+from collections.abc import Sequence
 
 from engine.job import Job
 from engine.modes.tensor.pieces import decoder
-from engine.modes.tensor.shards import piece
+from engine.modes.tensor.shards import NORMED_ATTENTION, piece
 from engine.shapes import FP32, Layer, expert_kernels
 
 INT64 = 8  # bytes
-LATENT = ("q_down", "q_norm", "q_up", "kv_down", "kv_norm", "kv_up")
-ATTENTION = ("norm1", "qkv", *LATENT, "proj", "norm2", "router", "shared")
+
+
+def routed(job: Job, layer: Layer, arrived: int, samples: int) -> tuple[Layer, Layer, Layer]:
+    """Up to the copies on their way, the experts, and from the copies that are back: what is between a block's second
+    norm and the sum behind its experts. `products` are the results of matrix products."""
+    (c, h), spec, sizes, ranks, item = layer.output, job.spec, decoder(job), job.degree("tp"), job.item
+    num, k, shared = spec.experts, spec.top_k, (spec.shared_experts or 0) * sizes.ffn
+    row, of_sample, here = item * h, arrived / samples, spec.experts // job.degree("ep")
+    router = piece(
+        layer, "router", "router", "shared",
+        flops=2 * c * h * num + (sizes.mlp_flops(ranks, shared) if shared else 0),
+        saved=FP32 * c * num + INT64 * c * 2 * k + (sizes.mlp_saved(ranks, shared) if shared else 0),
+        products=FP32 * c * num + (sizes.mlp_products(ranks, shared) + c * row if shared else 0),
+        output=(c, h),
+        kernels=sizes.mlp_kernels(ranks, shared) if shared else (),
+    )  # fmt: skip
+    orders = INT64 * 2 if job.degree("ep") > 1 else 0  # of those that came: by expert, and back
+    experts = piece(
+        layer, "experts", "experts",
+        flops=round(of_sample * sizes.mlp_flops(ranks) / c),
+        saved=round(of_sample * (row + sizes.mlp_saved(ranks) / c + orders)),
+        products=round(of_sample * (sizes.mlp_products(ranks) / c + row)),
+        output=(round(of_sample), h),
+        kernels=expert_kernels(sizes, here, of_sample / here, ranks),
+    )  # fmt: skip
+    combine = piece(layer, "combine", saved=item * c * k * (1 + h) + INT64 * c * k, output=(c, h))
+    return router, experts, combine
+
+
+def mixture(job: Job, layer: Layer) -> Layer:
+    """All of it as one piece, where nobody has experts of others."""
+    pieces = routed(job, layer, job.tokens * job.spec.top_k, 1)
+    sizes = decoder(job)
+    return _joined(pieces, "mixture", beside=sizes.mlp_beside(job.degree("tp")) if sizes.fused else 0)
+
+
+def _joined(pieces: Sequence[Layer], name: str, **more: int) -> Layer:
+    first, total = pieces[0], {key: sum(getattr(p, key) for p in pieces) for key in ("flops", "saved", "products")}
+    lists = {key: tuple(each for p in pieces for each in getattr(p, key)) for key in ("params", "kernels")}
+    name = f"{first.name.partition('.')[0]}.{name}"
+    return dataclasses.replace(first, name=name, output=pieces[-1].output, **total, **lists, **more)
 
 
 def pieces(job: Job, layer: Layer, arrived: int, samples: int) -> tuple[Layer, Layer, Layer]:
-    """Up to the copies on their way, the experts, and from the copies that are back. What experts share is computed
-    first. Probabilities are fp32, and indices int64: which experts, and three orders. Of each copy an expert keeps the
-    input, and its MLP's. Of all that, `products` are the results of matrix products."""
-    (c, h), spec, sizes, item = layer.output, job.spec, decoder(job), job.item
-    num, k, shared = spec.experts, spec.top_k, (spec.shared_experts or 0) * sizes.ffn
-    whole, norms, only = {"ffn": shared}, sizes.norm_kernels(), sizes.repeats_scores
-    row, of_sample = item * h, arrived / samples
-    before = (
-        c * (row + FP32 * num) - sizes.copied() + 2 * sizes.norm_saved() + sizes.attention_saved()
-        + INT64 * c * 2 * k + (sizes.mlp_saved(**whole) if shared else 0)
-    )  # fmt: skip
-    results = sizes.attention_saved() + c * (row + FP32 * num)
-    results += sizes.mlp_products(**whole) + c * row if shared else 0
-    inside = round(of_sample * (row + sizes.mlp_saved() / c + INT64 * 2))
-    made = item * c * (k * (1 + h) + h) + INT64 * c * k
+    """A block whose attention nobody shares: all up to its router is one piece."""
+    sizes, (router, experts, combine) = decoder(job), routed(job, layer, arrived, samples)
+    c, h = layer.output
+    norms, output = sizes.norm_kernels(), job.item * c * h
     attention = piece(
-        layer, "attention", *ATTENTION,
-        flops=sizes.attention_flops() + 2 * c * h * num + (sizes.mlp_flops(**whole) if shared else 0),
-        saved=before, products=before - sizes.scores_saved() if only else results, output=(c, h),
-        kernels=(
-            *norms, *sizes.attention_kernels(), *sizes.sum_kernels(), *norms,
-            *(sizes.mlp_kernels(**whole) if shared else ()),
-        ),
+        layer, "attention", *NORMED_ATTENTION, "norm2", "router", "shared",
+        flops=sizes.attention_flops() + router.flops,
+        saved=2 * sizes.norm_saved() + sizes.attention_saved() + sizes.sum_saved() - sizes.copied() + router.saved,
+        products=sizes.attention_saved() + output + router.products,
+        output=layer.output,
+        kernels=(*norms, *sizes.attention_kernels(), *sizes.sum_kernels(), *norms, *router.kernels),
     )  # fmt: skip
-    here = num // job.degree("ep")
-    experts = piece(
-        layer, "experts", "experts",
-        flops=round(of_sample * sizes.mlp_flops() / c),
-        saved=inside, products=inside if only else round(of_sample * (sizes.mlp_products() / c + row)),
-        output=(round(of_sample), h),
-        kernels=expert_kernels(sizes, here, of_sample / here),
-    )  # fmt: skip
-    combine = piece(
-        layer, "combine", saved=made, output=(c, h), products=made if only else c * row,
-        copied=sizes.copied(), products_copied=layer.products_copied,
-    )  # fmt: skip
-    return attention, experts, combine
+    kept = {"copied": sizes.copied(), "products_copied": layer.products_copied, "products": output}
+    combine = dataclasses.replace(combine, saved=combine.saved + sizes.sum_saved(), **kept)
+    if not sizes.repeats_scores:
+        return attention, experts, combine
+    attention = dataclasses.replace(attention, products=attention.saved - sizes.scores_saved())
+    return attention, *(dataclasses.replace(each, products=each.saved) for each in (experts, combine))

@@ -11,8 +11,10 @@ from engine import chain
 from engine.job import Job
 from engine.modes.ddp.buckets import DEFAULT_BUCKET_MB, buckets
 from engine.modes.ddp.plan import all_reduces, bucket_order
-from engine.modes.expert.pieces import INT64, pieces
+from engine.modes.expert.pieces import INT64, pieces, routed
 from engine.modes.expert.shares import held, replicated
+from engine.modes.sequence import plan as sequence
+from engine.modes.tensor import plan as tensor
 from engine.modes.tensor.cuts import Cut, Way, names_in, units
 from engine.modes.tensor.shards import piece
 from engine.plan import Mesh, Op, Plan, Program
@@ -106,24 +108,46 @@ def ways(job: Job, group: Sequence[int], place: int, samples: int, turn: int = 0
 def forward(job: Job, layer: Layer, arrived: int, samples: int) -> Cut:
     """A block to whose experts here `arrived` copies of tokens come, and that has so many samples of its own. One rank
     has nothing to exchange."""
-    if job.degree("ep") == 1 or not num_experts(layer):
-        return [layer]
-    attention, experts, combine = pieces(job, layer, arrived, samples)
+    cut, made = _cut(job, layer, arrived, samples, back=False)
+    if not made:
+        return cut
+    before, inside, _ = (piece.name for piece in made)
     counts = _all_to_all(layer, "counts", "control", INT64 * job.spec.experts)
     dispatch = piece(layer, "dispatch", output=(job.tokens, job.spec.top_k * job.spec.hidden))
     there = _all_to_all(layer, "dispatch", "tokens", _bytes(job, _copies(job, samples)))
     back = _all_to_all(layer, "combine", "tokens", _bytes(job, arrived))
-    return [attention, counts, dispatch, there, experts, back, combine]
+    return _with(cut, {before: [counts, dispatch, there], inside: [back]})
 
 
 def backward(job: Job, layer: Layer, arrived: int, samples: int) -> Cut:
     """The other way round; who sends how many is known by then."""
-    if job.degree("ep") == 1 or not num_experts(layer):
-        return [layer]
-    attention, experts, combine = pieces(job, layer, arrived, samples)
+    cut, made = _cut(job, layer, arrived, samples, back=True)
+    if not made:
+        return cut
+    _, inside, after = (piece.name for piece in made)
     there = _all_to_all(layer, "combine", "gradient", _bytes(job, _copies(job, samples)))
     back = _all_to_all(layer, "dispatch", "gradient", _bytes(job, arrived))
-    return [combine, there, experts, back, attention]
+    return _with(cut, {after: [there], inside: [back]})
+
+
+def _cut(job: Job, layer: Layer, arrived: int, samples: int, *, back: bool) -> tuple[Cut, tuple[Layer, ...]]:
+    """A layer as tensor ranks cut it; and the pieces between which tokens travel, where experts are shared out."""
+    made: tuple[Layer, ...] = ()
+    if job.degree("ep") > 1 and num_experts(layer):
+        made = (pieces if job.degree("tp") == 1 else routed)(job, layer, arrived, samples)
+    if job.degree("tp") == 1:
+        return [*(made[::-1] if back else made)] or [layer], made
+    ways = sequence if job.spec.sequence_parallel else tensor
+    return (ways.backward if back else ways.forward)(job, layer, made), made
+
+
+def _with(cut: Cut, exchanges: dict[str, list[Layer | Op]]) -> Cut:
+    """What comes after some of the pieces, put there."""
+    return [each for item in cut for each in (item, *_after(item, exchanges))]
+
+
+def _after(item: Layer | Op, exchanges: dict[str, list[Layer | Op]]) -> Sequence[Layer | Op]:
+    return exchanges.get(item.name, ()) if isinstance(item, Layer) else ()
 
 
 def _all_to_all(layer: Layer, part: str, payload: str, size: int) -> Op:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from engine.job import Job
-from engine.modes.tensor.shards import norms_of, styles
+from engine.modes.tensor.shards import partial, styles
 from engine.plan import Mesh
 from engine.shapes import Layer
 
@@ -16,13 +16,14 @@ from engine.shapes import Layer
 def norm_sums(job: Job, mesh: Mesh, layers: Iterable[Layer]) -> list[tuple[str, int]]:
     """(axis, how many numbers), in order. Replicas of a shard have the same norm, and sum nothing."""
     cut = set(styles(job))
-    if job.spec.sequence_parallel:  # tensor ranks have them whole, and other tokens
-        cut |= {f"{layer.name}.{norm}" for layer in job.layers for norm in norms_of(layer)}
+    if job.degree("tp") > 1:
+        sequences = bool(job.spec.sequence_parallel)
+        cut |= {f"{layer.name}.{name}" for layer in job.layers for name in partial(layer, sequences=sequences)}
     names = [f"{layer.name}.{name}" for layer in layers for name, _ in layer.params]
     shared = job.degree("ep") > 1  # then each rank has experts of its own
-    experts = [name for name in names if shared and name.split(".")[1] == "experts"]
-    names = [name for name in names if name not in experts]
-    of_experts = [("fsdp", len(experts))] if experts and mesh.degree("fsdp") > 1 else []
+    apart = [shared and name.split(".")[1] == "experts" for name in names]
+    experts, names = sum(apart), [name for name, one in zip(names, apart, strict=True) if not one]
+    of_experts = [(axis, experts) for axis in ("fsdp", "tp") if experts and mesh.degree(axis) > 1]
     alike = Counter(name.rpartition(".")[0] in cut for name in names)  # in the order in which they are met
     sums = [
         (axis, count)

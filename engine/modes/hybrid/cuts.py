@@ -61,12 +61,16 @@ def units_of(
     `blocks`: what has been cut for this seat."""
     if job.degree("ep") > 1:
         made = units(job, layers, samples, *_expert_ways(job, samples, seat, turn), stage=stage, sent=sent, stays=stays)
-        return [part for unit in made for part in _experts_apart(unit)]
+        return [part for unit in made for part in _experts_apart(_with_sums(job, unit))]
     known = {"stage": stage, "sent": sent, "stays": stays, "blocks": blocks}
-    made = units(job, layers, samples, *ways(job, samples, seat.cp), **known)
-    if not job.spec.sequence_parallel:
-        return made
-    return [replace(unit, sums=sequence.norm_gradients(unit.layer)) for unit in made]
+    return [_with_sums(job, unit) for unit in units(job, layers, samples, *ways(job, samples, seat.cp), **known)]
+
+
+def _with_sums(job: Job, unit: chain.Unit) -> chain.Unit:
+    """What tensor ranks sum of a layer's gradients."""
+    if job.degree("tp") == 1:
+        return unit
+    return replace(unit, sums=tensor.gradient_sums(unit.layer, sequences=bool(job.spec.sequence_parallel)))
 
 
 def _experts_apart(unit: chain.Unit) -> Sequence[chain.Unit]:
@@ -82,9 +86,9 @@ def _experts_apart(unit: chain.Unit) -> Sequence[chain.Unit]:
     rest, experts = [], []
     for key, shape in layer.params:
         (experts if key.startswith("experts.") else rest).append((key, shape))
-    inner = Layer(name, tuple(experts), 0, layer.output, 0, layer.item)
+    inner, ahead = Layer(name, tuple(experts), 0, layer.output, 0, layer.item), unit.forward[:begins]
     return (
-        chain.Unit(replace(layer, params=tuple(rest)), unit.forward[:begins], unit.backward[ends + 1 :]),
+        replace(unit, layer=replace(layer, params=tuple(rest)), forward=ahead, backward=unit.backward[ends + 1 :]),
         chain.Unit(inner, unit.forward[begins:], unit.backward[: ends + 1], inner=True),
     )
 
@@ -93,7 +97,7 @@ def parts(job: Job, kind: str, name: str, *, seat: Seat) -> tuple[str, ...]:
     """Names of the pieces of layer `name` in a pass of this kind, for the recorder."""
     if job.degree("ep") > 1:
         own = context.own_tokens(job)
-        (layer,) = [layer for layer in own.layers if layer.name == name]
+        (layer,) = [layer for layer in held(own, seat) if layer.name == name]
         return names_in(own, layer, _expert_ways(own, 1, seat), kind)
     (layer,) = [layer for layer in shards.held(context.own_tokens(job)) if layer.name == name]
     return names_in(job, layer, ways(job, 1, seat.cp), kind)

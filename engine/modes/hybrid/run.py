@@ -70,7 +70,7 @@ def distribute(chain: models.Chain, job: Job, meshes: Meshes, *, reshard_after_f
     own = share_experts(chain, meshes.every.get_group("ep"), chain.recorder)
     if job.degree("tp") > 1:
         here = [name for name, _ in chain.named_children()]
-        layouts = (sequence if job.spec.sequence_parallel else tensor).layouts(job)
+        layouts = (sequence if job.spec.sequence_parallel else tensor).layouts(job, meshes.experts_tp)
         cut_layers(chain, meshes.tp, {n: layout for n, layout in layouts.items() if n.split(".")[0] in here})
     if meshes.layers is not None:
         shard_layers(chain, meshes.layers, experts=meshes.experts, reshard_after_forward=reshard_after_forward)

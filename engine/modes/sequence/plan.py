@@ -7,18 +7,19 @@ summed after the backward pass.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from engine.job import Job
 from engine.modes.tensor.cuts import Cut, collective
 from engine.modes.tensor.pieces import decoder, loss, with_loss
-from engine.modes.tensor.plan import assemble, names_of
-from engine.modes.tensor.shards import norms_of, piece
-from engine.plan import Op, Plan
+from engine.modes.tensor.plan import assemble, inside_of, names_of
+from engine.modes.tensor.shards import ATTENTION, piece
+from engine.plan import Plan
 from engine.shapes import Layer
 
 
 def plan(job: Job, step: int) -> Plan:
-    return assemble(job, forward, backward, [op for layer in job.layers for op in norm_gradients(layer)])
+    return assemble(job, forward, backward, sequences=True)
 
 
 def parts(job: Job, kind: str, name: str) -> tuple[str, ...]:
@@ -26,14 +27,8 @@ def parts(job: Job, kind: str, name: str) -> tuple[str, ...]:
     return names_of(job, forward, backward, kind, name)
 
 
-def norm_gradients(layer: Layer) -> tuple[Op, ...]:
-    """The sums of a layer's norms' gradients, in the order of its parameters."""
-    sizes = {f"{layer.name}.{norm}": layer.item * math.prod(shape) for norm, shape in norms_of(layer).items()}
-    known = {"kind": "all_reduce", "payload": "gradient", "axis": "tp"}
-    return tuple(Op(part=name, bytes=size, **known) for name, size in sizes.items())
-
-
-def forward(job: Job, layer: Layer) -> Cut:
+def forward(job: Job, layer: Layer, inside: Sequence[Layer] = ()) -> Cut:
+    """`inside`: as of tensor ranks that have all tokens."""
     shard = _tokens(job)
     if layer.name == "embed":
         tokens = piece(layer, "tokens", "token", output=layer.output, kernels=layer.kernels)
@@ -44,10 +39,10 @@ def forward(job: Job, layer: Layer) -> Cut:
         norm = piece(layer, "norm", "norm", saved=_norm(job), output=shard, kernels=decoder(job).norm_kernels(shard[0]))
         gather = collective("all_gather", "head.logits", job.item * math.prod(shard))
         return [norm, gather, *loss(job, layer, _gathered(job))]
-    return _in_turn(_pieces(job, layer), "all_gather", "reduce_scatter")
+    return _in_turn(_pieces(job, layer, inside), "all_gather", "reduce_scatter")
 
 
-def backward(job: Job, layer: Layer) -> Cut:
+def backward(job: Job, layer: Layer, inside: Sequence[Layer] = ()) -> Cut:
     shard = _tokens(job)
     if layer.name == "embed":
         size = job.item * math.prod(shard)
@@ -60,7 +55,8 @@ def backward(job: Job, layer: Layer) -> Cut:
         scatter = collective("reduce_scatter", "head.logits", job.layers[-2].output_bytes)
         norm = piece(layer, "norm", "norm", output=shard, kernels=decoder(job).norm_kernels(shard[0]))
         return [with_loss(job, logits), scatter, norm]
-    return _in_turn(_pieces(job, layer)[::-1], "all_gather", "reduce_scatter")
+    pieces = [part[::-1] for part in _pieces(job, layer, inside)][::-1]
+    return _in_turn(pieces, "all_gather", "reduce_scatter")
 
 
 def _tokens(job: Job) -> tuple[int, int]:
@@ -80,58 +76,64 @@ def _gathered(job: Job) -> int:
     return job.item * job.tokens * job.spec.hidden // (job.degree("tp") if decoder(job).fused else 1)
 
 
-def _in_turn(pieces: list[Layer], before: str, after: str) -> Cut:
-    """Pieces of part of the context and of all of it in turn, with a collective between each two.
+def _in_turn(parts: list[list[Layer]], before: str, after: str) -> Cut:
+    """Parts of a block with some of the context and with all of it in turn, with a collective between each two.
 
     The one after a matrix pair is given all of the context; the one before it, a part.
     """
-    cut: Cut = [pieces[0]]
-    for i in range(1, len(pieces), 2):
-        outside, inside, following = pieces[i - 1], pieces[i], pieces[i + 1]
+    cut: Cut = [*parts[0]]
+    for i in range(1, len(parts), 2):
+        (outside,), inside, following = parts[i - 1], parts[i], parts[i + 1]
         cut += [
-            collective(before, inside.name, outside.output_bytes), inside,
-            collective(after, inside.name, inside.output_bytes), following,
+            collective(before, inside[0].name, outside.output_bytes), *inside,
+            collective(after, inside[-1].name, inside[-1].output_bytes), *following,
         ]  # fmt: skip
     return cut
 
 
-def _pieces(job: Job, layer: Layer) -> list[Layer]:
+def _pieces(job: Job, layer: Layer, inside: Sequence[Layer]) -> list[list[Layer]]:
     """A block, cut wherever its tokens are gathered or scattered. DTensor keeps the gathered input of each pair."""
-    (c, h), ranks, tokens, sizes = layer.output, job.degree("tp"), _tokens(job), decoder(job)
-    part, whole, total_saved = layer.item * tokens[0] * h, _gathered(job), sizes.sum_saved(tokens[0])
+    ranks, tokens, sizes = job.degree("tp"), _tokens(job), decoder(job)
+    part, whole, total_saved = layer.item * math.prod(tokens), _gathered(job), sizes.sum_saved(tokens[0])
     norm, total = sizes.norm_kernels(tokens[0]), sizes.sum_kernels(tokens[0])
-    kept, made, only = sizes.attention_saved(ranks), sizes.mlp_saved(ranks), sizes.repeats_scores
+    kept, only = sizes.attention_saved(ranks), sizes.repeats_scores
     return [
-        piece(
-            layer, "norm1", "norm1",
-            saved=_norm(job), output=tokens, kernels=norm, products=_norm(job) if only else 0,
-        ),
-        piece(
-            layer, "attention", "qkv", "proj",
-            flops=sizes.attention_flops(ranks),
-            saved=whole + kept,
-            output=layer.output,
-            products=whole + kept - sizes.scores_saved(ranks) if only else whole + part + kept,
-            kernels=sizes.attention_kernels(ranks),
-        ),
-        piece(
-            layer, "norm2", "norm2",
-            saved=total_saved - sizes.copied(tokens[0]) + _norm(job), output=tokens, kernels=total + norm,
-            products=total_saved + _norm(job) if only else 0,
-        ),
-        piece(
-            layer, "mlp", "gate", "up", "down",
-            flops=sizes.mlp_flops(ranks),
-            saved=whole + made,
-            output=layer.output,
-            products=whole + made if only else whole + part + sizes.mlp_products(ranks),
-            beside=sizes.mlp_beside(ranks) if sizes.fused else 0,
-            last_flops=2 * c * h * sizes.ffn // ranks,
-            kernels=sizes.mlp_kernels(ranks),
-        ),
-        piece(
-            layer, "sum",
-            saved=total_saved, copied=sizes.copied(tokens[0]), output=tokens, products=total_saved,
-            products_copied=layer.products_copied // ranks, kernels=total,
-        ),
+        [piece(layer, "norm1", "norm1", saved=_norm(job), output=tokens, kernels=norm, products=_norm(job) * only)],
+        [
+            piece(
+                layer, "attention", *ATTENTION,
+                flops=sizes.attention_flops(ranks),
+                saved=whole + kept,
+                output=layer.output,
+                products=whole + kept - sizes.scores_saved(ranks) if only else whole + part + kept,
+                kernels=sizes.attention_kernels(ranks),
+            )
+        ],
+        [
+            piece(
+                layer, "norm2", "norm2",
+                saved=total_saved - sizes.copied(tokens[0]) + _norm(job), output=tokens, kernels=total + norm,
+                products=(total_saved + _norm(job)) * only,
+            )
+        ],
+        _given_all(job, inside or [inside_of(job, layer)], part),
+        [
+            piece(
+                layer, "sum",
+                saved=total_saved, copied=sizes.copied(tokens[0]), output=tokens, products=total_saved,
+                products_copied=layer.products_copied // ranks, kernels=total,
+            )
+        ],
     ]  # fmt: skip
+
+
+def _given_all(job: Job, inside: Sequence[Layer], part: int) -> list[Layer]:
+    """What is inside of a block's second half, which keeps the tokens that are gathered for it; of products, those that
+    it scatters to each rank, `part` bytes, and those of a last one."""
+    first, *rest = inside
+    *ahead, last = dataclasses.replace(first, saved=first.saved + _gathered(job)), *rest
+    kept = last.products + part + (_gathered(job) if last.last_flops else 0)
+    made = [*ahead, dataclasses.replace(last, products=kept)]
+    if not decoder(job).repeats_scores:
+        return made
+    return [dataclasses.replace(each, products=each.saved) for each in made]

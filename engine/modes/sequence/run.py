@@ -1,5 +1,6 @@
 """A job under torch's parallelize_module with SequenceParallel norms: outside pairs a rank has part of the context."""
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -11,10 +12,11 @@ from torch.distributed.tensor.parallel import (
 
 from engine.job import Job
 from engine.modes.sequence.plan import parts
-from engine.modes.tensor.run import LOGITS, TensorTraining, parallel_chain
-from engine.modes.tensor.shards import norms_of, styles
+from engine.modes.tensor.run import LOGITS, TensorTraining, parallel_chain, routed, styles_alone
+from engine.modes.tensor.shards import PARTIAL, partial
 from engine.real import models
 from engine.real.data import Batches
+from engine.real.experts import SharedExperts
 from engine.real.training import Place
 
 CONTEXT = Shard(1)  # of [N, context, hidden]
@@ -27,15 +29,19 @@ def training(job: Job, place: Place) -> TensorTraining:
     return TensorTraining(job, place, chain, chain, Batches(job, 0, 1, place.device), optimizer)
 
 
-def layouts(job: Job) -> dict[str, ParallelStyle]:
-    """Module name -> how its parameters, and the tokens that come in and go out, lie on the ranks."""
-    cut, norms = styles(job), [f"{layer.name}.{norm}" for layer in job.layers for norm in norms_of(layer)]
+def layouts(job: Job, experts: DeviceMesh | None = None) -> dict[str, ParallelStyle]:
+    """Module name -> how its parameters, and the tokens that come in and go out, lie on the ranks. `experts`: as of
+    tensor ranks that have all tokens."""
+    cut = styles_alone(job)
     if not cut:
         return {}
+    norms = [f"{layer.name}.{name}" for layer in job.layers for name in partial(layer, sequences=True)]
+    norms = [name for name in norms if name.split(".")[1] not in PARTIAL]
     # [context, hidden], which is whole on every rank, to this rank's part of the context
     own_places = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0))
     plan: dict[str, ParallelStyle] = {"embed.position": own_places} | {norm: SequenceParallel() for norm in norms}
-    for name, style in cut.items():
+    plan |= {block: SharedExperts(CONTEXT, experts) for block in routed(job)}
+    for name, style in cut:
         if style == "vocabulary":
             plan[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=CONTEXT)
         elif style == "column":

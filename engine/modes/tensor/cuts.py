@@ -89,8 +89,10 @@ def _again(job: Job, layer: Layer, cut: Cut, samples: int, stage: int | None, *,
         ops.append(dataclasses.replace(chain.whole_stage(parts), part=run[0].name, saved=saved))
     if ops:
         last = [item for item in cut if isinstance(item, Layer) and kept[item.name]][-1]
-        summed = layer.output_bytes if job.degree("tp") > 1 else 0  # kept beside what it is a sum of
-        change = summed if job.spec.recompute == "selective" and layer.last_flops else -last.left
+        change = -last.left
+        if job.spec.recompute == "selective":  # what a sum over ranks came to is kept, beside what it is a sum of
+            change += last.left if job.degree("tp") > 1 else 0
+            change += layer.output_bytes if layer.last_flops else 0
         change += 0 if needs_forward(last) and not sent else last.left  # what needs nothing goes back before
         ops[-1] = dataclasses.replace(ops[-1], saved=ops[-1].saved + change * samples)
     less = 0  # what goes with an op is gone before the next one's is there

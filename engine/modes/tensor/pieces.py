@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from engine.decoder import Decoder
 from engine.job import Job
 from engine.modes.tensor.cuts import Cut, collective
-from engine.modes.tensor.shards import ATTENTION, MLP, piece
+from engine.modes.tensor.shards import MLP, NORMED_ATTENTION, piece
 from engine.shapes import FP32, Layer
 
 
@@ -57,31 +58,48 @@ def decoder(job: Job) -> Decoder:
     return Decoder.of(job.spec, job.item, job.tokens)
 
 
-def halves(job: Job, layer: Layer) -> tuple[Layer, Layer]:
-    """A block's two groups of matrices, each with the norm before it: only what is inside a group is cut."""
+def attention_of(job: Job, layer: Layer) -> Layer:
+    """A block's attention, with the norm before it."""
     (c, h), ranks, sizes = layer.output, job.degree("tp"), decoder(job)
-    kept, made = sizes.attention_saved(ranks), sizes.mlp_saved(ranks)
+    kept, norm = sizes.attention_saved(ranks), sizes.norm_saved()
     only = sizes.repeats_scores
-    # Also the sum before it and the one after.
-    whole = sizes.norm_saved() + 2 * sizes.sum_saved() - sizes.copied() + made
-    attention = piece(
-        layer, "attention", *ATTENTION,
+    return piece(
+        layer, "attention", *NORMED_ATTENTION,
         flops=sizes.attention_flops(ranks),
-        saved=sizes.norm_saved() + kept,
+        saved=norm + kept,
         output=layer.output,
-        products=sizes.norm_saved() + kept - sizes.scores_saved(ranks) if only else layer.item * c * 2 * h + kept,
+        products=norm + kept - sizes.scores_saved(ranks) if only else layer.item * c * 2 * h + kept,
         kernels=(*sizes.norm_kernels(), *sizes.attention_kernels(ranks)),
     )  # fmt: skip
-    mlp = piece(
+
+
+def mlp_of(job: Job, layer: Layer) -> Layer:
+    """A block's dense MLP, without the norm before it and what becomes of its output."""
+    (c, h), ranks, sizes, ffn = layer.output, job.degree("tp"), decoder(job), job.spec.dense_ffn
+    return piece(
         layer, "mlp", *MLP,
-        flops=sizes.mlp_flops(ranks),
-        saved=whole,
-        copied=layer.copied,
-        products_copied=layer.products_copied,
+        flops=sizes.mlp_flops(ranks, ffn),
+        saved=sizes.mlp_saved(ranks, ffn),
         output=layer.output,
-        products=whole if only else layer.item * c * 3 * h + sizes.mlp_products(ranks),
-        beside=sizes.mlp_beside(ranks) if sizes.fused else 0,
-        last_flops=2 * c * h * sizes.ffn // ranks,
-        kernels=(*sizes.sum_kernels(), *sizes.norm_kernels(), *sizes.mlp_kernels(ranks)),
+        products=sizes.mlp_products(ranks, ffn),
+        beside=sizes.mlp_beside(ranks, ffn) if sizes.fused else 0,
+        last_flops=2 * c * h * (ffn or sizes.ffn) // ranks,
+        kernels=sizes.mlp_kernels(ranks, ffn),
     )  # fmt: skip
-    return attention, mlp
+
+
+def second_half(job: Job, layer: Layer, inside: Sequence[Layer]) -> list[Layer]:
+    """What is after a block's attention: `inside`, whose output is summed over ranks, with the sum and the norm before
+    it and the sum after. Of products are kept what they are summed to, the block's output, and that of a last one."""
+    (c, h), sizes = layer.output, decoder(job)
+    first, *rest = inside
+    norm = tuple((name, shape) for name, shape in layer.params if name.startswith("norm2"))
+    around = (*sizes.sum_kernels(), *sizes.norm_kernels())
+    saved = first.saved + sizes.norm_saved() + sizes.sum_saved() - sizes.copied()
+    first = dataclasses.replace(first, params=norm + first.params, saved=saved, kernels=around + first.kernels)
+    *ahead, last = first, *rest
+    kept = last.products + layer.item * c * h * (3 if last.last_flops else 2)
+    known = {"copied": layer.copied, "products_copied": layer.products_copied}
+    last = dataclasses.replace(last, saved=last.saved + sizes.sum_saved(), products=kept, **known)
+    made = [*ahead, last]
+    return [dataclasses.replace(each, products=each.saved) for each in made] if sizes.repeats_scores else made

@@ -5,19 +5,30 @@ way back, the gradient of the input of a layer cut by columns, where anybody nee
 """
 
 import dataclasses
-from collections.abc import Iterable
+import math
+from collections.abc import Sequence
 
 from engine import chain
 from engine.job import Job
+from engine.modes.expert.pieces import mixture
 from engine.modes.tensor.cuts import Cut, Way, collective, names_in, units
-from engine.modes.tensor.pieces import decoder, dense, halves, logits_of, loss, with_loss
-from engine.modes.tensor.shards import gradient_bytes, held, parameters_in, piece, styles
+from engine.modes.tensor.pieces import (
+    attention_of,
+    decoder,
+    dense,
+    logits_of,
+    loss,
+    mlp_of,
+    second_half,
+    with_loss,
+)
+from engine.modes.tensor.shards import gradient_bytes, held, partial, piece, style_of, styles
 from engine.plan import Mesh, Op, Plan, Program
-from engine.shapes import Layer
+from engine.shapes import Layer, num_experts
 
 
 def plan(job: Job, step: int) -> Plan:
-    return assemble(job, forward, backward, [])
+    return assemble(job, forward, backward, sequences=False)
 
 
 def parts(job: Job, kind: str, name: str) -> tuple[str, ...]:
@@ -32,16 +43,25 @@ def names_of(job: Job, forward: Way, backward: Way, kind: str, name: str) -> tup
     return names_in(job, layer, (forward, backward), kind)
 
 
-def assemble(job: Job, forward: Way, backward: Way, after: Iterable[Op]) -> Plan:
-    """One program for all ranks: they do the same, each with its own shards. `after` follows the backward pass.
+def gradient_sums(layer: Layer, *, sequences: bool) -> tuple[Op, ...]:
+    """What completes a layer's gradients after its backward pass, in the order of its parameters."""
+    known = {"kind": "all_reduce", "payload": "gradient", "axis": "tp"}
+    sizes = {f"{layer.name}.{name}": shape for name, shape in partial(layer, sequences=sequences).items()}
+    return tuple(Op(part=name, bytes=layer.item * math.prod(shape), **known) for name, shape in sizes.items())
 
-    One rank has nothing to sum: there no layer is cut.
-    """
-    layers, ranks, after = held(job), job.degree("tp"), list(after)
+
+def assemble(job: Job, forward: Way, backward: Way, *, sequences: bool) -> Plan:
+    """One program for all ranks: they do the same, each with its own shards. One rank has nothing to sum: there no
+    layer is cut."""
+    layers, ranks = held(job), job.degree("tp")
+    after = [op for layer in layers for op in gradient_sums(layer, sequences=sequences)]
     cut = units(job, layers, job.micro_batch, forward, backward)
     passes = [op for unit in cut for op in unit.forward] + [op for unit in reversed(cut) for op in unit.backward]
     ops = chain.microsteps(job, lambda k, synced: passes)
-    laid_out = parameters_in(job, styles(job)) + len(after)  # as DTensors: what is cut, and the norms of sequences
+    cut = styles(job)
+    laid_out = len(after) + sum(
+        f"{layer.name}.{n}".rpartition(".")[0] in cut for layer in layers for n, _ in layer.params
+    )
     clip = chain.clip(layers, job.spec, [("tp", laid_out)] if ranks > 1 else [])
     ops += [*(after if ranks > 1 else []), *clip, chain.optimizer(layers, job.spec)]
     shares = tuple(mine.param_bytes / layer.param_bytes for mine, layer in zip(layers, job.layers, strict=True))
@@ -61,8 +81,14 @@ def output_of(job: Job, layer: Layer, forward: Way) -> Layer:
     return dataclasses.replace(forward(job, layer)[-1], behind=layer.behind)
 
 
-def forward(job: Job, layer: Layer) -> Cut:
-    style, whole = styles(job).get(layer.name), layer.output
+def inside_of(job: Job, layer: Layer) -> Layer:
+    """What is between a block's second norm and the sum over ranks: its MLP, or all of its experts."""
+    return mixture(job, layer) if num_experts(layer) else mlp_of(job, layer)
+
+
+def forward(job: Job, layer: Layer, inside: Sequence[Layer] = ()) -> Cut:
+    """`inside`: the pieces of what is inside of a block's second half, where it is cut there."""
+    style, whole = style_of(job, layer.name), layer.output
     if layer.name == "embed":
         return [
             piece(layer, "tokens", "token", output=whole, kernels=layer.kernels),
@@ -72,18 +98,18 @@ def forward(job: Job, layer: Layer) -> Cut:
     if layer.name == "head":
         return loss(job, layer, decoder(job).norm_saved())
     if layer.name.startswith("block"):
-        attention, mlp, size = *halves(job, layer), layer.output_bytes
-        total = [collective("all_reduce", part.name, size) for part in (attention, mlp)]
+        attention, second = attention_of(job, layer), second_half(job, layer, inside or [inside_of(job, layer)])
+        totals = [collective("all_reduce", part.name, layer.output_bytes) for part in (attention, second[-1])]
         after = piece(layer, "sum", output=whole, kernels=decoder(job).sum_kernels())
-        return [attention, total[0], mlp, total[1], after]
+        return [attention, totals[0], *second, totals[1], after]
     if style == "row":
         total = collective("all_reduce", layer.name, layer.output_bytes)
         return [dense(job, layer, style), total, piece(layer, "output", output=whole)]
     return [dense(job, layer, style) if style else layer]
 
 
-def backward(job: Job, layer: Layer) -> Cut:
-    style = styles(job).get(layer.name)
+def backward(job: Job, layer: Layer, inside: Sequence[Layer] = ()) -> Cut:
+    style = style_of(job, layer.name)
     if layer.name == "embed":
         return [piece(layer, "sum", "token", "position", output=layer.output)]
     if layer.name == "head":
@@ -91,13 +117,15 @@ def backward(job: Job, layer: Layer) -> Cut:
         before = piece(layer, "norm", "norm", output=job.layers[-2].output, kernels=decoder(job).norm_kernels())
         return [with_loss(job, logits), total, before]
     if layer.name.startswith("block"):
-        (attention, mlp), sizes, ranks = halves(job, layer), decoder(job), job.degree("tp")
+        inside, sizes, ranks = inside or [inside_of(job, layer)], decoder(job), job.degree("tp")
         # A norm, and the sum before it, go back where their gradients have been summed: in the piece after.
         outside = (*sizes.norm_kernels(), *sizes.sum_kernels())
-        mlp = dataclasses.replace(mlp, kernels=sizes.mlp_kernels(ranks))
-        attention = dataclasses.replace(attention, kernels=(*sizes.attention_kernels(ranks), *outside))
-        total = [collective("all_reduce", part.name, layer.output_bytes) for part in (mlp, attention)]
-        return [mlp, total[0], attention, total[1], piece(layer, "norm1", output=layer.output, kernels=outside)]
+        both = zip(second_half(job, layer, inside), inside, strict=True)
+        second = [dataclasses.replace(part, kernels=own.kernels) for part, own in both][::-1]
+        attention = dataclasses.replace(attention_of(job, layer), kernels=(*sizes.attention_kernels(ranks), *outside))
+        totals = [collective("all_reduce", part.name, layer.output_bytes) for part in (second[-1], attention)]
+        after = piece(layer, "norm1", output=layer.output, kernels=outside)
+        return [*second, totals[0], attention, totals[1], after]
     if style == "column" and layer.name != job.layers[0].name:  # nobody needs the gradient of the model's input
         inputs = layer.params[0][1][1]
         total = collective("all_reduce", layer.name, layer.item * inputs)

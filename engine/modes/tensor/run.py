@@ -18,8 +18,10 @@ from engine.modes.tensor.plan import parts
 from engine.modes.tensor.shards import styles
 from engine.real import models
 from engine.real.data import Batches
+from engine.real.experts import SharedExperts
 from engine.real.functional import announce
 from engine.real.training import LocalTraining, Place
+from engine.shapes import num_experts
 
 LOGITS = {"output_layouts": Shard(-1), "use_local_output": False}  # stay cut by tokens of the vocabulary, for the loss
 
@@ -31,10 +33,10 @@ def training(job: Job, place: Place) -> "TensorTraining":
     return TensorTraining(job, place, chain, chain, Batches(job, 0, 1, place.device), optimizer)
 
 
-def layouts(job: Job) -> dict[str, ParallelStyle]:
-    """Module name -> how its parameters lie on the ranks."""
-    plan: dict[str, ParallelStyle] = {}
-    for name, style in styles(job).items():
+def layouts(job: Job, experts: DeviceMesh | None = None) -> dict[str, ParallelStyle]:
+    """Module name -> how its parameters lie on the ranks. `experts`: the mesh for those of blocks, if it is another."""
+    plan: dict[str, ParallelStyle] = {block: SharedExperts(Replicate(), experts) for block in routed(job)}
+    for name, style in styles_alone(job):
         if style == "vocabulary":
             plan[name] = RowwiseParallel(input_layouts=Replicate())
         elif style == "column":
@@ -42,6 +44,16 @@ def layouts(job: Job) -> dict[str, ParallelStyle]:
         else:
             plan[name] = RowwiseParallel()
     return plan
+
+
+def routed(job: Job) -> list[str]:
+    """Blocks whose experts tensor ranks share."""
+    return [layer.name for layer in job.layers if num_experts(layer) and job.degree("tp") > 1]
+
+
+def styles_alone(job: Job) -> list[tuple[str, str]]:
+    """Of modules that are laid out by themselves, and not with their block: name and style."""
+    return [(name, style) for name, style in styles(job).items() if ".experts." not in name]
 
 
 class TensorTraining(LocalTraining):

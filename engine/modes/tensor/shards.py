@@ -2,53 +2,56 @@
 
 A layer cut by columns is followed by one cut by rows: what lies between them stays cut, and only the output of the
 second has to be summed over the ranks (Shoeybi et al. 2019, arXiv:1909.08053, section 3). The vocabulary is cut, too:
-each rank embeds the tokens that it has, and computes their logits.
+each rank embeds the tokens that it has, and computes their logits. Experts are cut like any MLP; their router, and what
+makes a latent of a token, is whole on every rank.
 """
 
 import dataclasses
-import functools
 import math
-import types
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from engine.job import Job
-from engine.presets import family
+from engine.settings import TOKEN_MODELS
 from engine.shapes import Layer
 
+# By the last word of a module's name, so that experts, and what they share, are cut as an MLP is.
 BLOCK = {"qkv": "column", "proj": "row", "gate": "column", "up": "column", "down": "row"}
-ATTENTION, MLP = ("norm1", "qkv", "proj"), ("norm2", "gate", "up", "down")  # modules of a block's two parts
+BLOCK |= {"q_up": "column", "kv_up": "column"}
+ENDS = {"embed.token": "vocabulary", "head.linear": "column"}
+# Of a block every rank has these whole, and computes a part of their gradients, as it has a part of what follows them.
+LATENT = ("q_down", "q_norm", "kv_down", "kv_norm")
+PARTIAL = (*LATENT, "router")
+ATTENTION, MLP = ("qkv", *LATENT, "q_up", "kv_up", "proj"), ("gate", "up", "down")  # modules of its two parts
+NORMED_ATTENTION = ("norm1", *ATTENTION)
 CUT = {("vocabulary", "weight"): 0, ("column", "weight"): 0, ("column", "bias"): 0, ("row", "weight"): 1}  # the dim
 
 
-def styles(job: Job) -> Mapping[str, str]:
-    """Module name -> column, row, or vocabulary (rows of an embedding); what is not named is whole on every rank."""
+def style_of(job: Job, module: str) -> str | None:
+    """Column, row, or vocabulary (rows of an embedding); None where it is whole on every rank."""
     if job.degree("tp") == 1:
-        return {}
-    if family(job.spec.model) == "gpt":
-        inside = frozenset(name.split(".")[0] for name, _ in job.layers[1].params)
-        return _of_blocks(tuple(layer.name for layer in job.layers[1:-1]), inside)
+        return None
+    if job.spec.model in TOKEN_MODELS:
+        inside = BLOCK.get(module.rpartition(".")[2]) if module.startswith("block") else None
+        return inside or ENDS.get(module)
     linear = [layer.name for layer in job.layers if len(layer.params[0][1]) == 2]
-    pairs = zip(linear[::2], linear[1::2], strict=False)  # an odd one at the end stays whole
-    return {name: style for pair in pairs for name, style in zip(pair, ("column", "row"), strict=True)}
+    paired = linear[: len(linear) // 2 * 2]  # an odd one at the end stays whole
+    return ("column", "row")[paired.index(module) % 2] if module in paired else None
 
 
-@functools.lru_cache(maxsize=64)  # asked for each layer
-def _of_blocks(blocks: tuple[str, ...], inside: frozenset[str]) -> Mapping[str, str]:
-    """`inside`: names of the modules that each block has."""
-    cut = {f"{block}.{name}": style for block in blocks for name, style in BLOCK.items() if name in inside}
-    return types.MappingProxyType({"embed.token": "vocabulary", **cut, "head.linear": "column"})
+def styles(job: Job) -> dict[str, str]:
+    """Module name -> style, of all that are cut."""
+    modules = dict.fromkeys(
+        f"{layer.name}.{name}".rpartition(".")[0] for layer in job.layers for name, _ in layer.params
+    )
+    return {module: style for module in modules if (style := style_of(job, module))}
 
 
-def norms_of(layer: Layer) -> dict[str, tuple[int, ...]]:
-    """A layer's norms, and the shapes of their weights."""
-    return {name.split(".")[0]: shape for name, shape in layer.params if name.startswith("norm")}
-
-
-def parameters_in(job: Job, modules: Container[str]) -> int:
-    """How many parameters these modules have."""
-    names = [f"{layer.name}.{name}" for layer in job.layers for name, _ in layer.params]
-    return sum(name.rpartition(".")[0] in modules for name in names)
+def partial(layer: Layer, *, sequences: bool) -> dict[str, tuple[int, ...]]:
+    """Modules that every rank has whole and of whose gradients each computes a part, with the shapes of their weights.
+    `sequences`: norms too, which then have seen a part of the tokens."""
+    words = ((name.split(".")[0], shape) for name, shape in layer.params)
+    return {word: shape for word, shape in words if word in PARTIAL or (sequences and word.startswith("norm"))}
 
 
 def held(job: Job) -> tuple[Layer, ...]:
@@ -57,12 +60,12 @@ def held(job: Job) -> tuple[Layer, ...]:
 
 
 def _held(job: Job) -> Iterator[Layer]:
-    style, degree = styles(job), job.degree("tp")
+    degree = job.degree("tp")
     cut: dict[tuple, tuple] = {}  # parameters by those of the whole layer: blocks are alike
 
     def local(layer: Layer, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         module, _, parameter = f"{layer.name}.{name}".rpartition(".")
-        cut = CUT.get((style.get(module), parameter))
+        cut = CUT.get((style_of(job, module), parameter))
         return tuple(size // degree if dim == cut else size for dim, size in enumerate(shape))
 
     for layer in job.layers:
@@ -75,7 +78,7 @@ def _held(job: Job) -> Iterator[Layer]:
 def gradient_bytes(job: Job, layer: Layer) -> int:
     """Of a layer of `held`, its gradients as autograd leaves them: each rank gets those of all rows of an embedding,
     though it keeps its own."""
-    rows = [shape for name, shape in layer.params if styles(job).get(f"{layer.name}.{name[:-7]}") == "vocabulary"]
+    rows = [shape for name, shape in layer.params if style_of(job, f"{layer.name}.{name[:-7]}") == "vocabulary"]
     others = 0 if job.spec.master_weights else job.degree("tp") - 1
     return layer.param_bytes + others * layer.item * sum(map(math.prod, rows))
 
