@@ -168,8 +168,9 @@ def _expert_tokens(job: Job, routed: list[Routed | None]) -> dict[str, Any] | No
     `even`: as many as each would get if all got the same."""
     totals: list[dict[str, np.ndarray]] = []
     for step in filter(None, routed):
-        blocks = sorted({name for rank in step for name in rank}, key=[layer.name for layer in job.layers].index)
-        totals.append({name: sum(np.array(rank[name]).sum(0) for rank in step if name in rank) for name in blocks})
+        apart = step[:: job.degree("tp")]  # tensor ranks have the same tokens
+        blocks = sorted({name for rank in apart for name in rank}, key=[layer.name for layer in job.layers].index)
+        totals.append({name: sum(np.array(rank[name]).sum(0) for rank in apart if name in rank) for name in blocks})
     if not totals:
         return None
     mean = {name: sum(step[name] for step in totals) / len(totals) for name in totals[-1]}

@@ -118,8 +118,8 @@ RULES = {
     "degrees_left": "The degrees given ({degrees}) leave a factor of {rest} of the {devices} devices to an axis, so "
     "one more is needed; {setting} is {value}.",
     "needs_axis": "{setting} is for a mesh whose degree {axis} is above 1; it is {value}. Leave it out.",
-    "axis_of_model": "Experts are not cut for tensor ranks, nor keys and values dealt out that are made of a latent: a "
-    "mesh for the model {model} can have {works}, and no {setting}; {setting} is {value}.",
+    "axis_of_model": "Keys and values that are made of a latent are not dealt out: a mesh for the model {model} can "
+    "have {works}, and no {setting}; {setting} is {value}.",
     "schedule_of_mode": "The mode {mode} does not run the schedule {value}.",
     "heads_divide": "heads must divide hidden ({hidden}); it is {value}.",
     "top_k_of_experts": "top-k must not exceed the number of experts ({experts}); it is {value}.",

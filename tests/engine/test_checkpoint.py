@@ -55,8 +55,13 @@ def test_experts_that_were_shared_out_are_brought_together(launcher, runs_dir):
         "device": "cpu",
     }
     whole = finished(Spec(mode="expert", devices=4, steps=6, save_every=3, **training), launcher, runs_dir)
-    for mode, devices in (("expert", 2), ("hybrid", 4), ("single", 1)):
-        resumed = Spec(mode=mode, devices=devices, steps=6, resume=f"{whole['run_id']}:3", **training)
+    for mode, devices, mesh in (
+        ("expert", 2, {}),
+        ("hybrid", 4, {}),
+        ("hybrid", 4, {"ep": 2, "tp": 2}),
+        ("single", 1, {}),
+    ):
+        resumed = Spec(mode=mode, devices=devices, steps=6, resume=f"{whole['run_id']}:3", **mesh, **training)
         result = finished(resumed, launcher, runs_dir)
         holds(result)
         assert result["losses"] == pytest.approx(whole["losses"][3:], abs=CLOSE), mode

@@ -220,8 +220,7 @@ def test_the_degree_that_is_left_out_is_filled_in_where_only_one_is():
         ({"devices": 8, "pp": 2, "fsdp": 4, "dp": 1, "microbatches": 3}, "batch_by_microbatches", (2, 4)),
         ({"devices": 8, "dp": 2, "ep": 4, **MOE, "experts": 6}, "devices_divide", ()),  # no other divisor makes eight
         ({"devices": 4, "ep": 4, **MOE, "experts": 6}, "devices_divide", (1, 2)),
-        ({"devices": 4, "ep": 2, "tp": 2, **MOE}, "axis_of_model", (1,)),
-        ({"devices": 4, "dp": 2, "cp": 2, "ep": 1, **MOE}, "needs_axis", ()),
+        ({"devices": 8, "ep": 2, "tp": 4, **MOE}, "devices_divide", (1, 2)),  # two heads
         ({"devices": 4, "cp": 2, "ep": 2, "model": "deepseek_v3"}, "axis_of_model", (1,)),
         ({"devices": 4, "fsdp": 4, "tp": 1, "sequence_parallel": True}, "needs_axis", ()),
         ({"devices": 8, "tp": 8, "heads": 8, "context": 12, "sequence_parallel": True}, "devices_divide", ()),

@@ -235,6 +235,12 @@ CASES = {
     "expert": ("expert", 2, GPT | {"model": "moe", "experts": 4}),
     "expert-bf16": ("expert", 2, GPT | {"model": "moe", "experts": 4, "precision": "bf16"}),
     "experts of shards": ("hybrid", 4, GPT | {"model": "moe", "experts": 4, "fsdp": 2, "ep": 2}),
+    "tensor-moe": ("tensor", 2, GPT | {"model": "moe", "experts": 4, "recompute": "selective"}),
+    "experts of tensor ranks": (
+        "hybrid",
+        4,
+        GPT | {"model": "moe", "experts": 4, "tp": 2, "ep": 2, "sequence_parallel": True},
+    ),
     "experts of replicas": ("hybrid", 4, GPT | {"model": "moe", "experts": 4, "dp": 2, "ep": 2}),
 }
 

@@ -14,7 +14,7 @@ LESSON = Lesson(
         ),
         Step(
             "Cut of the model",
-            "Stages take layers, tensor ranks parts of matrices, ep ranks experts; fsdp ranks share what is left.",
+            "Stages take layers, ep ranks experts, tensor ranks parts of all matrices; fsdp ranks share what is left.",
         ),
         Step(
             "Data assignment",
@@ -60,5 +60,5 @@ LESSON = Lesson(
     ),
     use="Models and clusters so large that one axis does not suffice: tp within a node, fsdp and pp between nodes.",
     limits="Each degree has the limits of its own parallelism, and their products must fit: heads by tp, layers by pp, "
-    "the batch by dp, fsdp, ep and microbatches. Experts cannot be shared out beside tp.",
+    "the batch by dp, fsdp, ep and microbatches, experts by ep.",
 )

@@ -1,9 +1,10 @@
 """A job on a mesh -> how its layers are cut there: a forward and a backward for each, and what completes its gradients.
 
 Cut for tensor ranks a layer's sums are all-reduces; where sequences are parallel too, they are gathers and scatters of
-tokens, and the gradients of norms, which have seen a part of the tokens, are summed over the tensor ranks. Where
-sequences are dealt out over cp, attention is cut as it is there, each tensor rank with the keys of its own heads. Where
-experts are shared out over ep, they are a unit of their own: other ranks have the same ones than of the rest.
+tokens. The gradients of norms that have seen a part of the tokens, and of routers before a part of each expert, are
+summed over the tensor ranks. Where sequences are dealt out over cp, attention is cut as it is there, each tensor rank
+with the keys of its own heads. Where experts are shared out over ep, they are a unit of their own: other ranks have the
+same ones than of the rest.
 """
 
 from collections.abc import Sequence

@@ -32,8 +32,9 @@ LESSON = Lesson(
             payload="gradient",
         ),
         Step(
-            "Gradients of norms",
-            "The gradients of the norms' weights, each of some tokens only, are all-reduced.",
+            "Gradients of whole weights",
+            "The gradients of norms, each of some tokens only, and of routers, each of a part of the experts, are "
+            "all-reduced.",
             kinds=("all_reduce",),
             payload="gradient",
         ),

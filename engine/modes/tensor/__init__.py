@@ -25,7 +25,7 @@ LESSON = Lesson(
         Step("Partial backward", "Backward mirrors it, on the same parts of the matrices.", kinds=BACKWARD),
         Step(
             "Sum of gradients",
-            "An all-reduce adds the parts of the gradient of a pair's input.",
+            "An all-reduce adds the parts of the gradient of a pair's input, and of a router's, before experts.",
             kinds=("all_reduce",),
             payload="gradient",
         ),

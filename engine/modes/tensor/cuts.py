@@ -91,7 +91,7 @@ def _again(job: Job, layer: Layer, cut: Cut, samples: int, stage: int | None, *,
         last = [item for item in cut if isinstance(item, Layer) and kept[item.name]][-1]
         change = -last.left
         if job.spec.recompute == "selective":  # what a sum over ranks came to is kept, beside what it is a sum of
-            change += last.left if job.degree("tp") > 1 else 0
+            change += last.left if any(item.kind in SUMS for item in cut if isinstance(item, Op)) else 0
             change += layer.output_bytes if layer.last_flops else 0
         change += 0 if needs_forward(last) and not sent else last.left  # what needs nothing goes back before
         ops[-1] = dataclasses.replace(ops[-1], saved=ops[-1].saved + change * samples)
