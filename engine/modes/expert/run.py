@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from engine.job import Job
 from engine.modes.ddp.run import replicate
-from engine.modes.expert.plan import parts
+from engine.modes.expert.cuts import parts
 from engine.real import models
 from engine.real.data import Batches
 from engine.real.recorder import Recorder

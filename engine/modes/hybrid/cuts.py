@@ -15,7 +15,7 @@ from engine import chain
 from engine.job import Job
 from engine.modes.context import cuts as context
 from engine.modes.context.deal import span
-from engine.modes.expert import plan as expert
+from engine.modes.expert import cuts as expert
 from engine.modes.expert import shares
 from engine.modes.sequence import plan as sequence
 from engine.modes.tensor import plan as tensor
