@@ -68,6 +68,12 @@ TEN_FRAMES = """(player) => {  // of 50 ms: how far the clock goes
 }"""
 
 
+TOO_LONG = """({ payload, said_ }) => payload.lesson.map(({ text }) => text).filter((text) => {
+  said_.textContent = text;
+  return said_.scrollWidth > said_.clientWidth || said_.scrollHeight > said_.clientHeight + 1;
+})"""
+
+
 CUT_OFF = """([root, titles]) => {  // which of these titles of steps do not fit into their boxes
   const { rail, payload } = document.querySelector(root).player;
   rail.build({ ...payload, lesson: titles.map((title) => ({ ...payload.lesson[0], title })) });
@@ -203,6 +209,20 @@ class TestPlayer:
         seek(page, 0.5 / 33)
         assert page.locator(".ls-doing").all_text_contents() == ["forward 0"]
         assert page.locator(".ls-words").text_content() == "rank 0: forward · microbatch 0   |   ranks 1–3 idle"
+
+    def test_ranks_are_said_by_their_numbers_where_not_all_are_drawn(self, show):
+        """Of 32 ranks, two stages of 16, half are drawn: 0 to 7 and 16 to 23."""
+        page = show(payload_of("hybrid", 32, pp=2, dp=16, model="mlp", microbatches=4))
+        seek(page, 0.05)
+        assert page.locator(".ls-words").text_content() == "ranks 0–7: forward · microbatch 0   |   ranks 16–23 idle"
+
+    @pytest.mark.parametrize("language", LANGUAGES)
+    def test_what_a_step_says_is_never_cut_off(self, show, language):
+        page = show(payload_of("hybrid", 8, pp=2, tp=2, dp=2, taught=True, language=language))
+        for wide in (1000, 1280):
+            page.set_viewport_size({"width": wide, "height": 900})
+            page.wait_for_timeout(100)
+            assert ask(page, TOO_LONG) == []
 
     def test_packets_lie_on_the_links_that_plotly_drew(self, show):
         """Halfway along its flight a packet is in the middle between two boxes, in pixels."""

@@ -92,6 +92,7 @@ def _box(box: Box, text: words.Text, staged: bool) -> dict[str, Any]:
     named = len(box.cells) <= MAX_LAYERS_NAMED
     return {
         "at": [round(v, 1) for v in (box.x0, box.x1, box.y0, box.y1)],
+        "rank": box.rank,
         "name": text("figure.rank", rank=box.rank),
         "titles": _titles(box, text, staged),
         "memory": [round(x1 + 8, 1), round(y, 1), words.show_bytes(box.memory)],

@@ -47,6 +47,7 @@ class Rail {
   arrange() {
     const count = this.lesson.length;
     this.width = this.list.clientWidth;
+    this.line.dataset.long = this.lesson.some(({ text }) => width(text, WORDS) * this.player.zoom > this.width); // two lines for all, so that nothing jumps
     for (let rows = Math.ceil(count / MOST); this.width && rows <= count; rows++) {
       this.list.style.setProperty("--ls-steps", Math.ceil(count / rows));
       if (this.chips.every(hasRoom)) return;
@@ -117,17 +118,18 @@ function narration({ strings, text, boxes }, doing, idle, fits) {
     const groups = new Map();
     for (const [words, ranks] of doing) groups.set(name(strings[words]), [...(groups.get(name(strings[words])) ?? []), ...ranks]);
     const parts = [...groups].map(([said, ranks]) => text.doing.replace("{ranks}", namesOf(boxes, text, ranks.sort((a, b) => a - b))).replace("{what}", () => said));
-    if (idle.length && parts.length) parts.push(text.idle.replace("{ranks}", namesOf(boxes, text, idle)));
+    if (idle.length) parts.push(text.idle.replace("{ranks}", namesOf(boxes, text, idle)));
     return parts.join("   |   ");
   };
   const full = line((said) => said);
   return fits(full) ? full : line((said) => said.split(" · ")[0]);
 }
 
+// By the ranks that boxes stand for, which are not their places where some ranks have none.
 function namesOf(boxes, text, of) {
   if (of.length === 1) return boxes[of[0]].name;
   if (of.length === boxes.length) return text.all;
   const runs = [];
-  for (const b of of) runs.length && runs.at(-1)[1] === b - 1 ? (runs.at(-1)[1] = b) : runs.push([b, b]);
+  for (const rank of of.map((b) => boxes[b].rank)) runs.at(-1)?.[1] === rank - 1 ? (runs.at(-1)[1] = rank) : runs.push([rank, rank]);
   return text.ranks.replace("{ranks}", runs.map(([a, b]) => (a === b ? a : b === a + 1 ? `${a}, ${b}` : `${a}–${b}`)).join(", "));
 }
