@@ -214,7 +214,7 @@ class TestPlayer:
         """Of 32 ranks, two stages of 16, half are drawn: 0 to 7 and 16 to 23."""
         page = show(payload_of("hybrid", 32, pp=2, dp=16, model="mlp", microbatches=4))
         seek(page, 0.05)
-        assert page.locator(".ls-words").text_content() == "ranks 0–7: forward · microbatch 0   |   ranks 16–23 idle"
+        assert page.locator(".ls-words").text_content() == "ranks 0–7: forward · fc1   |   ranks 16–23 idle"
 
     @pytest.mark.parametrize("language", LANGUAGES)
     def test_what_a_step_says_is_never_cut_off(self, show, language):
