@@ -34,7 +34,7 @@ def kept(layer: Layer, spec: Spec | None, *, sent: bool = False) -> int:
     if spec is None or spec.recompute in (None, "none"):
         return layer.saved + (layer.output_bytes - layer.left if sent else -layer.copied)
     if spec.recompute == "full":
-        return layer.left
+        return layer.left + (layer.qkv if spec.keep_qkv else 0)
     return layer.products - (0 if sent else layer.products_copied) if layer.products else layer.saved
 
 
@@ -117,8 +117,12 @@ def recompute(layer: Layer, samples: int, spec: Spec, **where: int) -> Op:
         work = kernels.every_other(layer.kernels, samples)
         flops = int(sum(kernel.flops for kernel in work))
     else:
-        work = kernels.recomputed(layer.kernels, samples, selective=spec.recompute == "selective", whole=not last)
-        flops = 0 if spec.recompute == "selective" else (layer.flops - last) * samples
+        made = layer.kernels
+        less = kernels.spared(made) if spec.recompute == "full" and spec.keep_qkv else ()
+        made = tuple(kernel for kernel in made if kernel not in less)
+        work = kernels.recomputed(made, samples, selective=spec.recompute == "selective", whole=not last)
+        flops = layer.flops - last - int(sum(kernel.flops for kernel in less))
+        flops = 0 if spec.recompute == "selective" else flops * samples
     return Op(kind="recompute", part=layer.name, flops=flops, bytes=traffic, kernels=work, **where)
 
 

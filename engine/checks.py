@@ -58,6 +58,9 @@ def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
             raise SpecError("option_of_model", setting, value, model=model, reason=reason)
     if spec.recompute == "selective" and not any(layer.products for layer in layers):
         raise SpecError("nothing_to_recompute", "recompute", "selective", suggest=["none", "full"], model=spec.model)
+    if spec.keep_qkv and (cut := next((axis for axis in ("tp", "cp", "ep") if degrees(spec).get(axis, 1) > 1), None)):
+        other = cut if cut in MODE_SETTINGS[spec.mode] else f"mode {spec.mode}"
+        raise SpecError("exclusive", "keep_qkv", spec.keep_qkv, other=other)
     if spec.mode in TENSOR_MODES or degrees(spec).get("tp", 1) > 1:
         _check_shards(spec, layers)
     if spec.mode == "context":

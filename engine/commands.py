@@ -142,7 +142,7 @@ def _save(found: dict[str, Any], arguments: argparse.Namespace) -> None:
     except OSError as error:
         raise SpecError("no_file", "save", f"{arguments.save}: {error}") from None
     if not arguments.rows:
-        for name in ("rows", "calls", "rows_not_used"):
+        for name in ("rows", "sample", "calls", "rows_not_used"):
             del found[name]
 
 

@@ -42,6 +42,7 @@ class Layer:
     item: int = FP32  # bytes of a number
     products: int = 0  # bytes of its output and the results of its matrix products, where those are less than `saved`
     last_flops: int = 0  # of a product at its end, of which backward does not need the result
+    qkv: int = 0  # bytes of `saved` that are queries, keys and values
     copied: int = 0  # bytes of `saved` that are its output, of which the next layer keeps a copy instead
     products_copied: int = 0  # and of `products`, where the next layer is not computed again when this one is
     logarithms: int = 0  # bytes of `saved` that are of the loss behind it, in place of its output
@@ -151,6 +152,7 @@ def _decoder(spec: Spec, sizes: Decoder, vocabulary: int) -> tuple[Layer, ...]:
     for i in range(spec.layers):
         params, flops, saved, products, last, kernels = dense[1] if i < (spec.dense_layers or 0) else routed
         work = {"products": products, "last_flops": last, "beside": beside, "kernels": kernels}
+        work["qkv"] = item * c * sizes.qkv()
         block = Layer(f"block{i + 1}", params, flops, (c, h), saved, **known, **work)
         blocks.append(block)
     blocks[-1:] = [replace(block, products_copied=sizes.copied()) for block in blocks[-1:]]  # by the head's norm

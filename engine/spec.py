@@ -98,18 +98,19 @@ class Spec:
         None, "how a model knows places: of the three only the learned are weights (planned models)", choices=POSITIONS
     )
     tied: bool | None = _setting(None, "the head's matrix is that of the embedding (planned models)")
-    flash: bool | None = _setting(
-        None, "attention in one kernel, which never writes its scores to memory (planned models)"
-    )
-    early_stop: bool | None = _setting(
-        None, "recomputing ends where backward needs no more, as in PyTorch; Megatron-LM does all (planned models)"
-    )
+    flash: bool | None = _setting(None, "attention in one kernel, which never writes its scores (planned models)")
+    early_stop: bool | None = _setting(None, "recomputing ends where backward needs no more (planned models)")
     every_other: bool | None = _setting(None, "selectively, every other product is computed again (planned models)")
+    keep_qkv: bool | None = _setting(None, "recomputing all, but not queries, keys and values (planned models)")
     overlap: bool | None = _setting(
         None,
         "gradients are reduced while others are computed, and messages between stages leave meanwhile; not after "
         "(planned models)",
     )
+    backward_prefetch: bool | None = _setting(
+        None, "on the way back a layer is gathered while the one before it computes; not after (planned models)"
+    )
+    reduce_fp32: bool | None = _setting(None, "gradients of two bytes are reduced as fp32 (planned models)")
     master_weights: bool | None = _setting(
         None, "beside weights of two bytes, others in fp32, with their gradients and moments (planned models)"
     )

@@ -29,11 +29,12 @@ from engine.plan import Op
 
 # Of a ring's rate, what the two trees reach: they keep a rank's links less evenly busy (NCCL, tuning.cc: 0.92).
 TREE_RATE = 0.92
-# Seconds until a GPU works again when its host waited for a message before it went on, as Megatron-LM does
-# (p2p_communication.py: torch.cuda.synchronize after each exchange): Python of a pass, and its first launches. The
-# order of magnitude is assumed: none of it, or twice as much, moved the mean errors of the six published sets in which
-# this was tried by 0.4 points at most.
-HOST_WAIT = 1e-4
+# Seconds in which a GPU has nothing to do when its host waited for a message before it went on, as Megatron-LM does
+# (p2p_communication.py: torch.cuda.synchronize after each exchange): Python of an exchange, and the launches behind it.
+# Measured with Megatron-LM's own calls, message by message through all stages and back (Qi et al. 2024,
+# arXiv:2401.10241, table 9, T_comm, and `bootstrap_and_profile_p2p_communication` of their repository): 0.38 and 0.41
+# ms where 10.5 and 12.6 MB go over NVLink, and once in 8 hops over a network; of which these take 0.07 and 0.10.
+HOST_WAIT = 3e-4
 SWITCH_LATENCY = 25e-6  # seconds (NCCL, tuning.cc: of NVLS)
 # NCCL's protocols for more than a few bytes (tuning.cc). LL128 sends lines of 128 bytes, 8 of which are a flag: a hop
 # takes the latency of a line, a call 5.6 us more. Simple sends whole chunks: a hop takes the latency of a chunk.

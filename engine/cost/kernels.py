@@ -102,6 +102,13 @@ def recomputed(kernels: Kernels, samples: int, *, selective: bool, whole: bool) 
     return again[:last]
 
 
+def spared(kernels: Kernels) -> Kernels:
+    """Of a block's kernels, those that make queries, keys and values of what its first norm gives."""
+    attends = next((i for i, kernel in enumerate(kernels) if kernel.kind != MEMORY and not kernel.weight), 0)
+    first = next((i for i, kernel in enumerate(kernels[:attends]) if kernel.kind == MATMUL), attends)
+    return kernels[first:attends]
+
+
 @functools.lru_cache(maxsize=4096)
 def every_other(kernels: Kernels, samples: int) -> Kernels:
     """What is done again where the results of attention and of every other product are kept, from the first on, and

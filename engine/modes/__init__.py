@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from engine.lessons import Lesson as Lesson
 from engine.lessons import Step as Step
 from engine.masked import counting
+from engine.reduced import in_fp32
 from engine.spec import MODES as MODES
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def plan(job: Job, step: int | None = None) -> Plan:
     """
     if step is None:
         step = -(-(FIRST_STEADY_STEP + 1) // period(job)) * period(job) - 1
-    return counting(job, import_module(f"engine.modes.{job.spec.mode}.plan").plan(job, first_alike(job, step)))
+    made = import_module(f"engine.modes.{job.spec.mode}.plan").plan(job, first_alike(job, step))
+    return counting(job, in_fp32(job, made))
 
 
 def first_alike(job: Job, step: int) -> int:

@@ -16,7 +16,6 @@ from engine.validate.sources import as_its_source
 from engine.validate.stacks import stack_of
 
 SHAPE = ("layers", "hidden", "heads", "seq_len")
-MEGATRON_VOCABULARY = 51_200  # GPT-2's 50,257 tokens, padded as Megatron-LM's examples do
 MAX_UNKNOWN_BUBBLE = 0.05  # of the step: where the number of stages of a rank is not said, and could matter no more
 PER_NODE = 8
 MOST = 10**9  # of anything that is counted here
@@ -87,7 +86,7 @@ def case_of(row: Row) -> Case:
     _strict(row)
     row, corrected = as_its_source(row)
     inferred = [*corrected]
-    shape = _model(row.model, inferred)
+    shape = _model(row, inferred)
     layout = _layout(row, inferred)
     batch = _batch(row, layout["dp"], inferred)
     layout |= _schedule(row, layout["pp"], batch["microbatches"], inferred)
@@ -136,7 +135,8 @@ def words_of(part: dict[str, Any], name: str) -> str | None:
     return value
 
 
-def _model(model: dict[str, Any], inferred: list[str]) -> dict[str, Any]:
+def _model(row: Row, inferred: list[str]) -> dict[str, Any]:
+    model = row.model
     sizes = {name: whole(model, name) for name in SHAPE}
     missing = [name for name, value in sizes.items() if value is None]
     if missing:
@@ -150,8 +150,8 @@ def _model(model: dict[str, Any], inferred: list[str]) -> dict[str, Any]:
     if experts and (not top_k or ffn is None):
         raise Unusable("not published: width of the experts, or how many a token goes to")
     if vocabulary is None:
-        vocabulary = MEGATRON_VOCABULARY
-        inferred.append(f"vocabulary {vocabulary}: GPT-2's as Megatron-LM pads it")
+        vocabulary = stack_of(row).vocabulary
+        inferred.append(f"vocabulary {vocabulary}: that of its software's examples")
     if ffn is None:
         if gated:
             raise Unusable("not published: width of the feed-forward part of the model")
@@ -292,8 +292,10 @@ def _texts(row: Row, layout: dict[str, Any], inferred: list[str]) -> dict[str, A
         inferred.append("numbers of 16 bits")
     recompute = words.recompute(row.recompute)
     if recompute is None:
-        recompute = "none"
-        inferred.append("nothing is recomputed")
+        recompute = stack_of(row).recompute
+        inferred.append(
+            "nothing is recomputed" if recompute == "none" else f"as its software does: {recompute} recomputing"
+        )
     return {
         "device": device,
         "memory_size": words.memory_size(name),

@@ -44,11 +44,13 @@ class Row(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """`report`: as of `engine.validate.report`, shorter. `made`: when, by which command, from which file."""
+    """`report`: as of `engine.validate.report`, shorter. `made`: when, by which command, from which file. `sample`:
+    rows as they were published (`engine.validate.sample`)."""
 
     made: dict[str, str]
     report: dict[str, Any]
     rows: tuple[Row, ...]
+    sample: tuple[dict[str, Any], ...]
 
 
 def write(report: dict[str, Any], measured: Path, path: Path, command: str, day: str) -> None:
@@ -70,6 +72,7 @@ def write(report: dict[str, Any], measured: Path, path: Path, command: str, day:
         "sets": _lines(_short(each) | {"source": source_of.get(each["set"], "")} for each in report["sets"]),
         "sources": _lines(sources),
         "rows": _lines([row[name] for name in Row._fields] for row in known),
+        "sample": "[\n" + ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in report["sample"]) + "\n]",
     }
     path.write_text("{\n" + ",\n".join(f'"{name}": {text}' for name, text in lines.items()) + "\n}\n", encoding="utf-8")
 
@@ -79,7 +82,7 @@ def read(path: Path = SHIPPED) -> Kept:
     sources = found["sources"]
     rows = (Row(*values) for values in found["rows"])
     rows = tuple(row._replace(source=sources[row.source]) for row in rows)
-    return Kept(found["made"], found["report"] | {"sets": found["sets"]}, rows)
+    return Kept(found["made"], found["report"] | {"sets": found["sets"]}, rows, tuple(found["sample"]))
 
 
 def _short(each: dict[str, Any]) -> dict[str, Any]:
@@ -106,12 +109,13 @@ def _lines(values: Iterable[Any]) -> str:
 
 
 def _line(value: Any) -> str:
-    return json.dumps(_rounded(value), ensure_ascii=False, allow_nan=False)
+    return json.dumps(rounded(value), ensure_ascii=False, allow_nan=False)
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """As it is kept."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else value
     if isinstance(value, dict):
-        return {name: _rounded(each) for name, each in value.items()}
-    return [_rounded(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {name: rounded(each) for name, each in value.items()}
+    return [rounded(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -15,6 +15,7 @@ from engine.validate.collectives import Call
 from engine.validate.compared import Compared, Predict, compare
 from engine.validate.residuals import explain
 from engine.validate.rows import Published, Unusable, read
+from engine.validate.sample import sample
 from engine.validate.spec_of import predicted
 from engine.validate.targets import targets
 
@@ -58,6 +59,7 @@ def validate(
     report["targets"] = targets(report)
     if rows:
         report["rows"] = lines(used, floors)
+        report["sample"] = sample(used)
         report["calls"] = [
             {
                 "id": call.row.id,

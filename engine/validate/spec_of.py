@@ -93,6 +93,11 @@ def spec_of(case: Case) -> tuple[Spec, tuple[str, ...]]:
         inferred.append("products beside tokens of tensor ranks that travel in parts (async TP) taken as plain ones")
     settings["early_stop"] = False if stack.whole_blocks and case.recompute == "full" else None
     settings["every_other"] = True if stack.every_other and case.recompute == "selective" else None
+    settings["keep_qkv"] = True if stack.keeps_qkv and case.recompute == "full" else None
+    settings["backward_prefetch"] = False if stack.gathers_late else None
+    settings["reduce_fp32"] = True if stack.reduces_fp32 and case.precision != "fp16" else None
+    if stack.heads_by_exchange and case.cp > 1:
+        settings["attention"] = "ulysses"
     settings["scatter_gather"] = True if stack.scatters and case.tp > 1 and case.pp > 1 else None
     if case.schedule not in HIDES_ITS_RAMP:
         settings["clip"] = 1.0  # the norm at which all of these clip gradients, by default

@@ -23,6 +23,12 @@ class Stack(NamedTuple):
     scatters: bool  # tensor ranks send their own parts of a message between stages (Narayanan et al. 2021, section 4.1)
     sequence_parallel: bool = False  # beside tp always, where a row does not say
     every_other: bool = False  # recomputing selectively repeats every other product
+    vocabulary: int = 51_200  # where a row does not say: GPT-2's 50,257 tokens, padded as Megatron-LM's examples do
+    recompute: str = "none"  # where a row does not say
+    keeps_qkv: bool = False  # recomputing in full keeps queries, keys and values as they come from their matrices
+    gathers_late: bool = False  # on the way back a layer is gathered when the one before it is through
+    reduces_fp32: bool = False  # gradients of bf16 are reduced over replicas in fp32
+    heads_by_exchange: bool = False  # context ranks exchange tokens for heads, and not keys in a ring
 
 
 # Attention that writes its scores; else in one kernel, which never does (Dao et al. 2022, arXiv:2205.14135): as it was
@@ -39,12 +45,14 @@ EARLY = {
     "one_card": False,
     "dropout": True,
     "scatters": True,
+    "reduces_fp32": True,  # arguments.py: "accumulate and all-reduce gradients in fp32 for bfloat16 data type"
 }
 # Since then FlashAttention is the default, on Hopper and later cuDNN's (NVIDIA, NeMo Framework, "Attention":
 # Transformer Engine prefers it there), and communication overlaps.
 LATE = EARLY | {"attention": LATEST, "overlaps": True}
 # scaled_dot_product_attention takes FlashAttention 2 on devices up to Hopper (torchtitan, models/attention.py).
 PYTORCH = LATE | {"attention": SECOND, "whole_blocks": False, "scatters": False, "dropout": False}
+PYTORCH |= {"reduces_fp32": False}
 # The first whose pattern is found in a row's source, set, schedule and notes.
 STACKS = (
     (r"no_scatter_gather", Stack("Megatron-LM of 2021 without scattered messages", **(EARLY | {"scatters": False}))),
@@ -56,17 +64,38 @@ STACKS = (
     ),
     (r"bigscience|Megatron-DeepSpeed", Stack("Megatron-DeepSpeed of 2022", **EARLY)),
     (r"SC21|2104\.04473|Korthikanti|2205\.05198|5281919420|vTrain", Stack("Megatron-LM before 2023", **EARLY)),
-    (r"Zero Bubble", Stack("Megatron-LM of 2023", **EARLY)),
+    # Its text is cut by SentencePiece (examples/pretrain_zero_bubble.sh). With a vocabulary of 32,000 the four models
+    # have the sizes that they are named after, 1.5, 6.2, 14.6 and 28.3 billion; with GPT-2's two have 14.7 and 28.4.
+    (r"Zero Bubble", Stack("Megatron-LM of 2023", **EARLY, vocabulary=32_000)),
     (r"MegaScale", Stack("Megatron-LM of 2023", **(LATE | {"attention": SECOND, "overlaps": False}))),
     # Its table is of spring 2023, with attention as a Triton kernel after the first FlashAttention (attn_impl: triton),
-    # and PyTorch 1.13 and 2.0, whose checkpoint repeats a block to its end (early stop came with 2.1).
-    (r"llm-foundry", Stack("LLM Foundry of 2023", **(PYTORCH | {"attention": FIRST, "whole_blocks": True}))),
-    # Its selective recomputation by `op` keeps every other product (distributed/activation_checkpoint.py).
-    (r"torchtitan", Stack("TorchTitan", **(PYTORCH | {"every_other": True}))),
+    # and PyTorch 1.13 and 2.0, whose checkpoint repeats a block to its end (early stop came with 2.1). On the way back
+    # Composer's FSDP gathers a layer when the one before it is through (BACKWARD_POST by default: FSDPConfig), and the
+    # table's settings do not say otherwise (scripts/train/benchmarking).
+    (
+        r"llm-foundry",
+        Stack("LLM Foundry of 2023", **(PYTORCH | {"attention": FIRST, "whole_blocks": True}), gathers_late=True),
+    ),
+    # Its selective recomputation by `op` keeps every other product (distributed/activation_checkpoint.py). It reduces
+    # gradients in fp32 by default (job_config.py: mixed_precision_reduce).
+    (r"torchtitan", Stack("TorchTitan", **(PYTORCH | {"every_other": True, "reduces_fp32": True}))),
     (r"nanotron", Stack("nanotron", **PYTORCH)),
+    # Its recipe's script recomputes blocks but for their queries, keys and values (maxtext/configure.sh:
+    # POLICY="save_qkv_proj", attention=cudnn_flash_te); XLA leaves out what nothing needs, so the last product.
+    (
+        r"dgxc-benchmarking.*maxtext",
+        Stack("MaxText", **(PYTORCH | {"attention": LATEST}), recompute="full", keeps_qkv=True),
+    ),
+    # Megatron-Core with all overlaps off, and context ranks that exchange heads (docs/b200/b200_real_repro_guide.md:
+    # "non-overlap contract", cp_comm_type=a2a).
+    (r"SimuMax", Stack("Megatron-Core without overlap", **(LATE | {"overlaps": False}), heads_by_exchange=True)),
     # NVIDIA's recipes turn Transformer Engine's userbuffers on (tp_comm_overlap), and sequence parallelism beside tp
-    # (Megatron-Bridge: sequence_parallel = tensor_model_parallel_size > 1).
-    (r"dgxc-benchmarking|Megatron-Bridge", Stack("NeMo", **(LATE | {"tp_overlaps": True, "sequence_parallel": True}))),
+    # (Megatron-Bridge: sequence_parallel = tensor_model_parallel_size > 1), and reduce gradients in bf16 (NeMo,
+    # scripts/performance: grad_reduce_in_fp32 = False).
+    (
+        r"dgxc-benchmarking|Megatron-Bridge",
+        Stack("NeMo", **(LATE | {"tp_overlaps": True, "sequence_parallel": True, "reduces_fp32": False})),
+    ),
     (r"Megatron-LM", Stack("Megatron-Core", **LATE)),
 )
 TODAY = Stack("not known", **LATE)

@@ -11,6 +11,8 @@ from engine.cost.kernels import ATTENTION, MATMUL, MEMORY, Kernel, matmul
 from engine.cost.matmul import UNALIGNED, UNALIGNED_BATCH, kernel_seconds
 from engine.job import prepare
 from engine.plan import Op
+from engine.predict import predict
+from engine.rules import SpecError
 from engine.spec import Spec
 
 GPT = {"model": "gpt", "layers": 2, "hidden": 64, "heads": 4, "context": 32, "dataset": "synthetic", "machine": "a100"}
@@ -75,3 +77,58 @@ def test_every_other_product_is_done_again_and_attention_is_not():
     assert {kernel.kind for kernel in again.kernels} == {MATMUL, MEMORY}
     kept = chain.recompute(block, 1, spec.with_(every_other=None))
     assert kept.flops == 0 and ATTENTION in {kernel.kind for kernel in kept.kernels}
+
+
+LLAMA = {"mode": "single", "devices": 1, "model": "llama3_8b", "layers": 1, "context": 1024, "precision": "bf16"}
+
+
+def test_what_is_recomputed_in_full_may_spare_queries_keys_and_values():
+    """Of a block of Llama 3 8B: 4096 numbers of queries, 1024 of keys and of values, from 4096; nor is their rotation
+    done again. Kept in two bytes, beside the block's input."""
+    spec = Spec(**LLAMA, recompute="full", keep_qkv=True)
+    (block,) = [layer for layer in prepare(spec).layers if layer.name == "block1"]
+    again, all_of_it = (chain.recompute(block, 1, spec.with_(keep_qkv=value)) for value in (True, None))
+    assert all_of_it.flops - again.flops == 2 * 1024 * 4096 * (4096 + 2 * 1024)
+    assert [kernel.kind for kernel in all_of_it.kernels[:4]] == [MEMORY, MATMUL, MEMORY, ATTENTION]
+    assert [kernel.kind for kernel in again.kernels[:2]] == [MEMORY, ATTENTION]
+    assert chain.kept(block, spec) - chain.kept(block, spec.with_(keep_qkv=None)) == 2 * 1024 * (4096 + 2 * 1024)
+
+
+@pytest.mark.parametrize("cut", ({"mode": "tensor"}, {"mode": "hybrid", "tp": 2}, {"mode": "hybrid", "cp": 2}))
+def test_where_a_block_is_cut_none_are_spared(cut):
+    with pytest.raises(SpecError, match="keep-qkv"):
+        prepare(Spec(**(LLAMA | {"devices": 2, "recompute": "full", "keep_qkv": True} | cut)))
+
+
+def test_a_layer_may_be_gathered_when_the_one_before_it_is_through():
+    """On the way back from the head through two blocks to the embedding: its gather before or behind its neighbour."""
+    known = GPT | {"mode": "fsdp", "devices": 2, "global_batch": 8}
+    for prefetch, first in ((None, "all_gather"), (False, "backward")):
+        ops = modes.plan(prepare(Spec(**known, backward_prefetch=prefetch))).programs[0].ops
+        back = [op for op in ops if op.kind == "backward" or (op.kind == "all_gather" and op.payload == "weights")]
+        back = back[[op.kind for op in back].index("backward") - (prefetch is None) :]
+        assert [op.kind for op in back[:2]] == [first, {"all_gather": "backward", "backward": "all_gather"}[first]]
+        assert {op.part for op in back[:2]} == {"head", "block2"}
+
+
+def test_gathers_behind_the_way_back_are_waited_for():
+    """Eight samples a rank take longer than any gather beside them, which hides all; behind it none is hidden."""
+    known = {"mode": "fsdp", "devices": 8, "model": "llama3_8b", "layers": 8, "precision": "bf16", "global_batch": 64}
+    before, behind = (predict(Spec(**known, machine="h100", backward_prefetch=value)) for value in (None, False))
+    gather = next(op for op in before.plan.programs[0].ops if op.kind == "all_gather" and op.part == "block1")
+    one = communication_seconds(gather, range(8), before.machine)
+    assert 8 * one < behind.step_time - before.step_time < 11 * one  # 8 blocks, and an embedding of 2.4 blocks' size
+
+
+def test_gradients_of_two_bytes_may_be_reduced_in_four():
+    """Over replicas and shards; what tensor ranks give each other is as it was, and so is what is gathered."""
+    layout = {"devices": 8, "tp": 2, "fsdp": 2, "dp": 2}
+    two, four = (ops_of(**layout, reduce_fp32=value) for value in (None, True))
+    grown = {(a.kind, a.axis) for a, b in zip(two, four, strict=True) if b.bytes == 2 * a.bytes > 0}
+    assert grown == {("reduce_scatter", "fsdp"), ("all_reduce", "dp")}
+    assert all(a == b for a, b in zip(two, four, strict=True) if (a.kind, a.axis) not in grown)
+    assert ops_of(**layout, reduce_fp32=True, precision="fp32") == ops_of(**layout, precision="fp32")
+    context = GPT | {"devices": 2, "mode": "hybrid", "cp": 2, "attention": "all_gather", "precision": "bf16"}
+    two, four = (modes.plan(prepare(Spec(**context, reduce_fp32=value))).programs[0].ops for value in (None, True))
+    changed = {(a.kind, a.payload) for a, b in zip(two, four, strict=True) if a != b}
+    assert changed == {("all_reduce", "gradient")}  # not those of keys and values

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
 from engine.__main__ import main
-from engine.validate import kept
+from engine.cost.catalogue import MACHINES
+from engine.validate import kept, spec_of
+from engine.validate.sample import again
 from engine.validate.targets import AIMS, WHY, explained
 from tests.engine.test_validate_reading import entry
 
@@ -53,6 +56,38 @@ def test_what_is_shipped_is_small_and_says_when_and_how_it_was_made_and_names_no
 
 def test_every_error_that_is_shipped_follows_from_the_rows_that_are():
     held_to_its_rows(kept.read())
+
+
+def now_and_then(found: kept.Kept) -> dict[str, tuple]:
+    """Row of the sample -> what the code predicts now, and what is kept."""
+    rows = {row.id: row for row in found.rows}
+    return {
+        name: (
+            (kept.rounded(seconds), kept.rounded(memory)),
+            (rows[name].predicted_seconds, rows[name].predicted_memory),
+        )
+        for name, (seconds, memory, _) in again(found.sample)
+    }
+
+
+def test_what_is_shipped_is_what_the_code_predicts_now():
+    """Else it is older than the cost model, the plans or the reading of rows: run the command that it names again."""
+    found = kept.read()
+    assert {row.set for row in found.rows} == {entry["group"] for entry in found.sample}
+    both = now_and_then(found)
+    assert len(both) == len(found.sample)
+    assert {name: now for name, (now, _) in both.items()} == {name: then for name, (_, then) in both.items()}
+
+
+def test_a_machine_that_is_a_thousandth_slower_makes_what_is_shipped_old(monkeypatch):
+    slower = {
+        name: known if known.unit else replace(known, flop_rate=known.flop_rate * 0.999)
+        for name, known in MACHINES.items()
+    }
+    monkeypatch.setattr(spec_of, "MACHINES", slower)
+    found = kept.read()
+    cheap = found._replace(sample=found.sample[:8])
+    assert all(now[0] != then[0] for now, then in now_and_then(cheap).values())
 
 
 def test_a_prediction_that_was_changed_by_hand_is_found():

@@ -159,6 +159,41 @@ def test_what_is_recomputed_selectively_depends_on_the_software():
     assert settings(recompute="selective", source="Megatron-LM")["every_other"] is None
 
 
+def test_what_a_softwares_own_examples_do_holds_where_a_row_does_not_say():
+    """Sizes in billions that the authors give: 46 blocks of 5120 and 62 of 6144 (Qi et al. 2024, table 3)."""
+    for layers, hidden, billions in ((46, 5120, 14.6), (62, 6144, 28.3)):
+        found = case(
+            model={"layers": layers, "hidden": hidden, "heads": hidden // 128, "kv_heads": None, "vocab": None},
+            group="Zero Bubble",
+        )
+        assert round((12 * layers * hidden**2 + found.vocabulary * hidden) / 1e9, 1) == billions
+    recipe = {"source": "NVIDIA/dgxc-benchmarking, maxtext/README_70b.md", "recompute": "not stated"}
+    alone = {"gpus": 8, "tp": 1, "pp": 1, "dp": 8, "zero": 3}
+    found = settings(**recipe, parallel=alone)
+    assert (found["recompute"], found["keep_qkv"], found["early_stop"]) == ("full", True, None)
+    assert settings(**(recipe | {"recompute": "none"}), parallel=alone)["keep_qkv"] is None
+
+
+def test_what_each_software_does_with_gradients_and_gathers():
+    shards = {"gpus": 8, "tp": 1, "pp": 1, "dp": 8, "zero": 3}
+    foundry = settings(source="mosaicml/llm-foundry", parallel=shards, precision="amp_bf16")
+    assert foundry["backward_prefetch"] is False and foundry["reduce_fp32"] is None
+    for source, precision, wide in (
+        ("Megatron-LM", "bf16", True),
+        ("Megatron-LM", "fp16 mixed", None),
+        ("torchtitan", "bf16", True),
+        ("Megatron-Bridge", "BF16", None),
+    ):
+        found = settings(source=source, parallel=shards, precision=precision)
+        assert (found["reduce_fp32"], found["backward_prefetch"]) == (wide, None), source
+
+
+def test_context_ranks_exchange_heads_where_their_software_does():
+    ranks = {"gpus": 4, "tp": 1, "pp": 1, "cp": 4, "dp": 1, "sp": None}
+    assert settings(source="MooreThreads/SimuMax", parallel=ranks)["attention"] == "ulysses"
+    assert settings(parallel=ranks)["attention"] is None
+
+
 def test_ranks_that_wait_for_nobody_hide_their_ramp():
     """4 stages, 16 micro-batches, each pass and half of one 1 s: 16 x 3 s of work, and 3 s until the last rank has any.
     Clipping by the norm of all gradients lets all ranks wait for the last."""

@@ -3,6 +3,7 @@
 In backward fully_shard asks for the layer that comes next before it lets the current one compute
 (FSDPParamGroup._backward_prefetch). Where ranks are gloo processes a collective is waited for on the spot, so this
 only changes the order. GPUs gather on a stream of their own, one layer ahead in forward too, while a layer computes.
+FSDP's BACKWARD_POST (`backward_prefetch` is False) asks for it behind the current one, whose gradients travel after it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +43,8 @@ def passes_twice(job: Job, mesh: Mesh, units: Sequence[chain.Unit], beside: int 
     def passes(_: int, synced: bool) -> list[Op]:
         ops = [*forward(job, mesh, units), *gathers[-1]]
         for unit, gathered in zip(reversed(units), reversed(ahead), strict=True):
-            ops += [*gathered, *unit.backward, *(reduce(unit, job, mesh) if synced else ())]
+            both = (unit.backward, gathered) if job.spec.backward_prefetch is False else (gathered, unit.backward)
+            ops += [*both[0], *both[1], *(reduce(unit, job, mesh) if synced else ())]
         return ops
 
     ranks = mesh.degree("fsdp")
