@@ -117,9 +117,8 @@ def recompute(layer: Layer, samples: int, spec: Spec, **where: int) -> Op:
         work = kernels.every_other(layer.kernels, samples)
         flops = int(sum(kernel.flops for kernel in work))
     else:
-        made = layer.kernels
-        less = kernels.spared(made) if spec.recompute == "full" and spec.keep_qkv else ()
-        made = tuple(kernel for kernel in made if kernel not in less)
+        spares = spec.recompute == "full" and spec.keep_qkv
+        made, less = kernels.without_qkv(layer.kernels) if spares else (layer.kernels, ())
         work = kernels.recomputed(made, samples, selective=spec.recompute == "selective", whole=not last)
         flops = layer.flops - last - int(sum(kernel.flops for kernel in less))
         flops = 0 if spec.recompute == "selective" else flops * samples

@@ -33,7 +33,8 @@ TREE_RATE = 0.92
 # (p2p_communication.py: torch.cuda.synchronize after each exchange): Python of an exchange, and the launches behind it.
 # Measured with Megatron-LM's own calls, message by message through all stages and back (Qi et al. 2024,
 # arXiv:2401.10241, table 9, T_comm, and `bootstrap_and_profile_p2p_communication` of their repository): 0.38 and 0.41
-# ms where 10.5 and 12.6 MB go over NVLink, and once in 8 hops over a network; of which these take 0.07 and 0.10.
+# ms for 10.5 and 12.6 MB, in one hop of 15 or of 10 over a network, of which the links take 0.07 and 0.10. (Inside of a
+# node, with 25 and 28 MB, 0.42 and 0.48 are left; the less is taken.)
 HOST_WAIT = 3e-4
 SWITCH_LATENCY = 25e-6  # seconds (NCCL, tuning.cc: of NVLS)
 # NCCL's protocols for more than a few bytes (tuning.cc). LL128 sends lines of 128 bytes, 8 of which are a flag: a hop

@@ -102,11 +102,11 @@ def recomputed(kernels: Kernels, samples: int, *, selective: bool, whole: bool) 
     return again[:last]
 
 
-def spared(kernels: Kernels) -> Kernels:
-    """Of a block's kernels, those that make queries, keys and values of what its first norm gives."""
+def without_qkv(kernels: Kernels) -> tuple[Kernels, Kernels]:
+    """A block's kernels without those that make queries, keys and values of what its first norm gives; and these."""
     attends = next((i for i, kernel in enumerate(kernels) if kernel.kind != MEMORY and not kernel.weight), 0)
     first = next((i for i, kernel in enumerate(kernels[:attends]) if kernel.kind == MATMUL), attends)
-    return kernels[first:attends]
+    return kernels[:first] + kernels[attends:], kernels[first:attends]
 
 
 @functools.lru_cache(maxsize=4096)
