@@ -85,7 +85,9 @@ def main(words: list[str] | None = None) -> int:
             return 2
         _check_words(words)
         arguments = parser().parse_args(words)
-        return commands.COMMANDS[arguments.command](arguments)
+        status = commands.COMMANDS[arguments.command](arguments)
+        print(end="", flush=True)  # here, where it is told when there is no room for it
+        return status
     except SpecError as error:
         print(f"error: {error}".replace("\n", " "), file=sys.stderr)
         if error.picture:
@@ -93,6 +95,13 @@ def main(words: list[str] | None = None) -> int:
         return 2
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has left, as `head` does; nobody is there to be told
+        return 1
+    except KeyboardInterrupt:
+        print("error: stopped", file=sys.stderr)
+        return 1
+    except OSError as error:  # no room on the disk, or no permission
+        print(f"error: {error}", file=sys.stderr)
+        sys.stdout = None  # what is left to be printed could not be either
         return 1
 
 

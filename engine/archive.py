@@ -33,6 +33,11 @@ FINAL = ("finished", "stopped", "failed", "broken")
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _STEP_KEYS = {"step", "start", "end", "loss", "samples"}
+RESULT_KEYS = {
+    *("run_id", "status", "mode", "devices", "device_kind", "steps", "total_steps", "step_time", "predicted_step_time"),
+    *("samples_per_second", "losses", "validation_accuracy", "parity", "conformance", "memory", "peak_memory"),
+    *("bubble_fraction", "exposed_communication_fraction", "overlap_fraction", "spec", "error"),
+}
 _MAX_LOG_BYTES = 1 << 20
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -42,22 +47,32 @@ def new_run(runs_dir: str | Path, job: Job, launcher_pid: int | None = None) -> 
     """A folder with a fresh id, its spec and the status "starting".
 
     With the pid of the launcher that will be asked to run it, a launcher that dies before it begins is noticed too.
+    Raises SpecError("no_place_for_runs") where there is no room for it, or none may be made.
     """
-    now = time.time()
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+    run_dir = None
+    try:
+        run_dir = _fresh_folder(Path(runs_dir), f"{job.spec.mode}{job.spec.devices}")
+        write_json(run_dir / "spec.json", job.spec.to_dict())
+        who = {"mode": job.spec.mode, "devices": job.spec.devices, "total_steps": job.steps}
+        status = first_status(run_dir.name, processes=job.processes, launcher_pid=launcher_pid, **who)
+        write_json(run_dir / "status.json", status)
+    except OSError as error:
+        if run_dir is not None:
+            shutil.rmtree(run_dir, ignore_errors=True)
+        raise SpecError("no_place_for_runs", "runs_dir", f"{runs_dir}: {error.strerror}") from None
+    return run_dir
+
+
+def _fresh_folder(runs_dir: Path, what: str) -> Path:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
     while True:
-        run_id = f"{stamp}-{job.spec.mode}{job.spec.devices}-{secrets.token_hex(2)}"
-        run_dir = Path(runs_dir) / run_id
+        run_dir = runs_dir / f"{stamp}-{what}-{secrets.token_hex(2)}"
         try:
             run_dir.mkdir(parents=True)
-            break
+            return run_dir
         except FileExistsError:
-            continue
-    write_json(run_dir / "spec.json", job.spec.to_dict())
-    who = {"mode": job.spec.mode, "devices": job.spec.devices, "total_steps": job.steps}
-    status = first_status(run_id, processes=job.processes, launcher_pid=launcher_pid, **who)
-    write_json(run_dir / "status.json", status)
-    return run_dir
+            if not runs_dir.is_dir():  # a link to nowhere: no other name would do
+                raise
 
 
 def first_status(run_id: str, *, processes: int, launcher_pid: int | None = None, **who: Any) -> dict[str, Any]:
@@ -88,6 +103,13 @@ def write_json(path: str | Path, value: Any) -> None:
         os.replace(fresh, path)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+def write_in_place(path: str | Path, value: Any) -> None:
+    """Over the file that is there, in one write: it takes no room on the disk that the file has not got already."""
+    with Path(path).open("r+b", buffering=0) as file:
+        file.write(json.dumps(value, ensure_ascii=False).encode())
+        file.truncate()
 
 
 def ask_to_stop(run_dir: str | Path) -> None:
@@ -198,6 +220,17 @@ def read_spec(run_dir: str | Path) -> Spec:
 def read_result(run_dir: str | Path) -> dict[str, Any] | None:
     """What the run came to; None while there is none, or none that can be read."""
     return read_json(Path(run_dir) / "result.json")
+
+
+def read_whole_result(run_dir: str | Path) -> dict[str, Any] | None:
+    """A result with all that is shown of it; None while there is none. SpecError("bad_result") where it is damaged, or
+    lacks what results have today."""
+    if not (Path(run_dir) / "result.json").exists():
+        return None
+    result = read_result(run_dir)
+    if result is None or not result.keys() >= RESULT_KEYS:
+        raise SpecError("bad_result", "run_id", Path(run_dir).name)
+    return result
 
 
 def read_error(run_dir: str | Path, rank: int) -> dict[str, Any] | None:

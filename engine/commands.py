@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import json
 import os
 import platform
@@ -58,7 +59,10 @@ def _text_of(setting: str, path: str) -> str:
 
 
 def _runs_dir(arguments: argparse.Namespace) -> Path:
-    return Path(getattr(arguments, "runs_dir", None) or archive.RUNS)
+    folder = Path(getattr(arguments, "runs_dir", None) or archive.RUNS)
+    if folder.exists() and not folder.is_dir():
+        raise SpecError("no_place_for_runs", "runs_dir", f"{folder}: {os.strerror(errno.ENOTDIR)}")
+    return folder
 
 
 def show_modes(arguments: argparse.Namespace) -> int:
@@ -161,7 +165,7 @@ def show(arguments: argparse.Namespace) -> int:
     if arguments.plan:
         print(notation.format_plan(modes.plan(prepare(archive.read_spec(handle.run_dir)))))
         return 0
-    result = archive.read_result(handle.run_dir)
+    result = archive.read_whole_result(handle.run_dir)
     if result is None:
         status = archive.read_status(handle.run_dir)
         return _print_json(status) if arguments.json else print(tables.status(status)) or 0

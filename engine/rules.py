@@ -154,9 +154,9 @@ RULES = {
     "bad_fault": "A fault reads KIND@RANK:STEP or slow@RANK:STEP:SECONDS, with a rank and a step that the run has "
     "(step 0 where it is wrong from the start) and KIND one of {kinds}; it is {value}.",
     "bad_slow_rank": "slow-rank reads RANK:FACTOR, several with commas between them, {most} at most: ranks that "
-    "there are, each once, and numbers above 0; it is {value}.",
+    "there are, each once, and numbers from {low} to {high}; it is {value}.",
     "bad_slow_link": "slow-link reads RANK-RANK:FACTOR, several with commas between them, {most} at most: "
-    "two ranks that there are, each pair once, and numbers above 0; it is {value}.",
+    "two ranks that there are, each pair once, and numbers from {low} to {high}; it is {value}.",
     "slow_is_simulated": "Devices and links of a real run are as fast as they are, so {setting} is for simulation "
     "and for scale models (paced); it is {value}. Leave it out; the fault slow makes a rank of a real run wait in "
     "each step.",
@@ -167,6 +167,12 @@ RULES = {
     "not_recorded": "The run {value} has no timeline: it has not ended, or nothing was recorded.",
     "bad_traces": "Collectives cannot be read from these traces, one file a rank: {value}.",
     "cannot_write": "The file given as {setting} cannot be written: {value}.",
+    "no_place_for_runs": "The folder of runs ({setting}) must be one that can be written; {value}.",
+    "bad_result": "The result of the run {value} cannot be read: it is damaged, or of another version.",
+    "bad_timeline": "The timeline of the run {value} cannot be read: it is damaged, or of another version.",
+    "given_twice": "A setting has one value; {setting} is given twice, the second time as {value}.",
+    "precision_here": "Predictions on the machine {machine} are made of what was measured there, in {measured}; "
+    "{setting} is {value}. Another machine can be predicted with it.",
     "command_line": "The command line is not right: {value}. See --help.",
     "bad_resume": "resume is a run's id (letters, digits, dashes and underscores), or RUN_ID:STEP; {value} is not.",
     "no_checkpoint": "A run can be resumed from what it has saved (save-every); there is nothing saved as {value}.",

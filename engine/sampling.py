@@ -37,13 +37,13 @@ def report(samples: int, ranks: int, batch: int, wrong: Iterable[int] = ()) -> d
         dealt = deal(samples, ranks, way)
         seen = Counter(sample for mine in dealt for sample in mine)
         batches = [math.ceil(len(mine) / batch) for mine in dealt]
-        counted = sum(seen.values())
+        counted, longest = sum(seen.values()), max(batches)
         ways[way] = {
             "samples": dealt,
             "batches": batches,
             "twice": sorted(sample for sample, count in seen.items() if count > 1),
             "never": sorted(set(range(samples)) - seen.keys()),
-            "runs_out": [{"rank": r, "step": n + 1} for r, n in enumerate(batches) if n < max(batches)],
+            "runs_out": [{"rank": r, "step": n + 1} for r, n in enumerate(batches) if n < longest],
             "accuracy": 1 - sum(seen[sample] for sample in wrong) / counted if counted else None,
         }
     return {"samples": samples, "ranks": ranks, "batch": batch, "ways": ways, "accuracy": 1 - len(wrong) / samples}

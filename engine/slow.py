@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.rules import SpecError
 
 MOST = 8  # of each: every one splits roles, along each axis of the mesh
+LOW, HIGH = 1e-6, 1_000_000  # so that the times of a step stay numbers that can be added up
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def _pair(setting: str, text: str | None, item: str) -> tuple[str, float]:
         value = float(factor)
     except ValueError:
         raise _wrong(setting, text) from None
-    if not 0 < value < math.inf:
+    if not LOW <= value <= HIGH:
         raise _wrong(setting, text, [f"{where}:2"])
     return where.strip(), value
 
@@ -114,4 +114,4 @@ def _ranks(setting: str, text: str | None, where: str, count: int) -> list[int]:
 
 
 def _wrong(setting: str, text: str | None, suggest: Sequence[str] = ()) -> SpecError:
-    return SpecError(f"bad_{setting}", setting, text, suggest=list(suggest), most=MOST)
+    return SpecError(f"bad_{setting}", setting, text, suggest=list(suggest), most=MOST, low=LOW, high=HIGH)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from engine import schedules, slow
+from engine import schedules, slow, spec_file
 from engine.faults import KINDS, parse_fault
 from engine.presets import PRESETS
 from engine.rules import SpecError, closest
@@ -302,15 +302,7 @@ class Spec:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Spec:
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise SpecError("no_file", "spec", f"{path}: {error}") from None
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError) as error:  # not JSON; or a number or a nesting beyond what Python reads
-            raise SpecError("not_json", str(path), f"{error}") from None
-        return cls.from_dict(values)
+        return cls.from_dict(spec_file.read(path))
 
     def with_(self, **changes: Any) -> Spec:
         return replace(self, **changes)
@@ -321,7 +313,7 @@ def _check_once(given: typing.Mapping[str, Any]) -> None:
     for name in given:
         other = name.replace("_", "-")
         if other != name and other in given:
-            raise SpecError("exclusive", name, given[name], other=other)
+            raise SpecError("given_twice", name, given[name])
 
 
 @functools.cache  # resolving the hints of all fields takes milliseconds, and a Spec asks for each of them
@@ -383,7 +375,8 @@ def _checked(f: Any, value: Any) -> Any:
     if kind is float and type(value) is int:
         value = float(value) if abs(value) < 2**1023 else math.inf
     if kind is tuple or type(value) is not kind:
-        raise SpecError("wrong_type", f.name, value, wanted=WANTED[kind])
+        shown = json.dumps(value) if isinstance(value, str) else value  # "4" is text, and looks like a number
+        raise SpecError("wrong_type", f.name, shown, wanted=WANTED[kind])
     limits = f.metadata
     if kind is float and not math.isfinite(value):
         raise SpecError("not_finite", f.name, str(value), suggest=[] if f.default is None else [f.default])

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.rules import SpecError
+
 NONE = -1  # in integer columns: does not apply
 
 
@@ -153,12 +155,17 @@ class Timeline:
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
+        """Raises SpecError("bad_timeline") for a file that is damaged, or that another program or version wrote."""
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        table = pq.read_table(path)
-        columns = {
-            name: np.array(table[name].to_pylist(), dtype=object) if name in _TEXT else table[name].to_numpy()
-            for name in Span._fields
-        }
-        meta = {k.decode(): v.decode() for k, v in table.schema.metadata.items()}
-        return cls(columns, meta["source"], int(meta["world_size"]))
+        try:
+            table = pq.read_table(path)
+            columns = {
+                name: np.array(table[name].to_pylist(), dtype=object) if name in _TEXT else table[name].to_numpy()
+                for name in Span._fields
+            }
+            meta = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
+            return cls(columns, meta["source"], int(meta["world_size"]))
+        except (pa.ArrowException, OSError, KeyError, ValueError):
+            raise SpecError("bad_timeline", "run_id", Path(path).parent.name) from None

@@ -38,7 +38,11 @@ def export(source: str | Path, output: str | Path, language: str = "en", view: s
     info = picture_info(prediction.plan, prediction.job.layers, predicted, step, view, memory, steps)
     words = text(language)
     title = words("player.page_title", mode=spec.mode, devices=spec.devices)
-    output.write_text(player.page(moving_picture(info, words), title, language), encoding="utf-8")
+    page = player.page(moving_picture(info, words), title, language)
+    try:
+        output.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise SpecError("cannot_write", "output", f"{output}: {error.strerror}") from None
     return output
 
 
@@ -51,7 +55,7 @@ def _read(source: Path) -> tuple[Spec, Timeline | None]:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Status 0: written; 1: the file cannot be written; 2: wrong input."""
+    """Status 0: written; 2: wrong input, or a file that cannot be written."""
     parser = argparse.ArgumentParser(prog="python -m viz.export", description=__doc__.splitlines()[0])
     parser.add_argument("source", help="a run's folder, or a JSON file with a spec")
     parser.add_argument("--output", required=True, help="the HTML file to write")
@@ -61,11 +65,8 @@ def main(words: list[str] | None = None) -> int:
     try:
         output = export(given.source, given.output, given.language, given.view)
     except SpecError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"Cannot write {given.output}: {error.strerror or error}", file=sys.stderr)
-        return 1
     print(f"{output} ({output.stat().st_size / 1e6:.1f} MB)")
     return 0
 

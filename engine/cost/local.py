@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from engine.cost.calibration import Calibration, Cost, Curve, along
 from engine.plan import COLLECTIVES, COMPUTE, Op, Plan, Program
+from engine.spec import PRECISIONS
 
 if TYPE_CHECKING:
     from engine.matching import Graph
@@ -128,6 +129,12 @@ class Local:
 
     def _cost(self, who: str, kind: str, part: str | None) -> Cost | None:
         return self.calibration.ops.get(f"{who}/{kind}/{part}")
+
+    @property
+    def precisions(self) -> list[str]:
+        """In which products were measured."""
+        names = {key.split("/")[0] for key in self.calibration.curves}
+        return [name for name in PRECISIONS if name in names]
 
     def _threads(self, threads: int) -> int:
         """The most that was measured and is no more than that."""

@@ -12,6 +12,7 @@ starts its own threads, and takes its own device.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import faulthandler
 import functools
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.archive import no_place, process_start, read_error, read_json, read_steps, write_json
+from engine.archive import no_place, process_start, read_error, read_json, read_steps, write_in_place, write_json
 from engine.modes import MODES
 from engine.real.cause import describe, find_error, is_consequence
 from engine.rules import SpecError
@@ -107,7 +108,10 @@ class Run:
         except OSError as error:
             self._error = no_place(f"rank {len(self._workers)} could not be started: {error}")
             self._end("failed", wait=0.0)
-        self._write(state="running", worker_pids=[w.pid for w in self._workers])
+        try:
+            self._write(state="running", worker_pids=[w.pid for w in self._workers])
+        except OSError as error:
+            self.lose(error)
 
     def advance(self) -> None:
         if self._finisher is not None:
@@ -132,6 +136,10 @@ class Run:
         if not alive:
             self._begin_finish()
 
+    def lose(self, error: OSError) -> None:
+        """The folder was deleted, or the disk is full: nobody could follow the run, so it ends."""
+        self.abandon("failed", f"the run cannot be followed: {error}")
+
     def abandon(self, state: str, reason: str) -> None:
         """End every process now, without results."""
         children = [*self._workers, *([self._finisher] if self._finisher else [])]
@@ -142,8 +150,11 @@ class Run:
         self.done = True
         try:
             self._write(state=state, error=no_place(reason))
-        except OSError as error:
-            report(f"{self.run_dir}: {error}")
+        except OSError:
+            try:  # where there is no room for a second file, the last word is written over the first
+                write_in_place(self.run_dir / "status.json", self._status)
+            except OSError as error:
+                report(f"{self.run_dir}: {error}")
 
     def _asked_to_stop(self) -> bool:
         """Raises FileNotFoundError when the whole folder was deleted."""
@@ -290,8 +301,8 @@ def serve(work: Work, finish: Finish) -> None:
         for run in runs:
             try:
                 run.advance()
-            except OSError as error:  # the folder was deleted, or the disk is full: nobody could follow the run
-                run.abandon("failed", f"the run cannot be followed: {error}")
+            except OSError as error:
+                run.lose(error)
         runs = [run for run in runs if not run.done]
     for run in runs:
         run.abandon("stopped", reason)
@@ -324,7 +335,8 @@ def main() -> None:
     work, finish = load(options.worker), load(options.finish)
     gc.collect()
     gc.freeze()  # workers share these pages; a collection would copy them all
-    os.write(1, b'{"event": "ready"}\n')
+    with contextlib.suppress(BrokenPipeError):  # whoever asked has gone; so has its end of standard input
+        os.write(1, b'{"event": "ready"}\n')
     serve(work, finish)
 
 

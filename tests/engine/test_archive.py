@@ -257,6 +257,39 @@ def test_a_huge_log_is_cut_to_its_last_mebibyte(tmp_path):
     assert len(text) < 1 << 20 and text.endswith("x\nlast")
 
 
+def test_over_a_file_that_is_there_a_shorter_text_leaves_nothing_of_it(tmp_path):
+    path = tmp_path / "status.json"
+    archive.write_json(path, {"state": "starting", "message": "中" * 100})
+    archive.write_in_place(path, {"state": "é"})
+    assert path.read_text(encoding="utf-8") == '{"state": "é"}'
+
+
+@pytest.mark.parametrize("place", ["a file", "a link to nowhere", "a full disk"])
+def test_where_no_run_can_be_made_it_is_said_and_nothing_is_left(place, tmp_path, monkeypatch):
+    folder = tmp_path / "runs"
+    if place == "a file":
+        folder.write_text("")
+    elif place == "a link to nowhere":
+        folder.symlink_to(tmp_path / "nowhere")
+    else:
+        monkeypatch.setattr(Path, "write_text", lambda *_, **__: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
+    with pytest.raises(SpecError, match="runs-dir") as wrong:
+        archive.new_run(folder, prepare(Spec(devices=1)))
+    assert wrong.value.code == "no_place_for_runs"
+    assert not folder.is_dir() or not [*folder.iterdir()]
+
+
+def test_a_result_that_lacks_what_is_shown_of_it_is_refused(tmp_path):
+    assert archive.read_whole_result(tmp_path) is None
+    whole = dict.fromkeys(archive.RESULT_KEYS)
+    archive.write_json(tmp_path / "result.json", whole)
+    assert archive.read_whole_result(tmp_path) == whole
+    for damaged in ("{", '"text"', "{}", json.dumps({name: None for name in whole if name != "parity"})):
+        (tmp_path / "result.json").write_text(damaged)
+        with pytest.raises(SpecError, match="damaged"):
+            archive.read_whole_result(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["result.json", "rank0.error.json"])
 def test_results_and_errors_are_none_until_they_can_be_read(tmp_path, name):
     read = archive.read_result if name == "result.json" else lambda run_dir: archive.read_error(run_dir, 0)

@@ -14,7 +14,8 @@ import pytest
 
 from engine import __main__ as command_line
 from engine import archive
-from engine.spec import MODES
+from engine.job import prepare
+from engine.spec import MODES, Spec
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -105,6 +106,11 @@ WRONG = [
     ("frobnicate", "invalid choice"),
     ("simulate --devices", "expected one argument"),
     ("simulate stray", "stray"),
+    ("simulate --model gpt3_175b --mode fsdp", "fp32, bf16"),
+    ("simulate --model gpt --precision fp8", "measured there"),
+    ("run --runs-dir /dev/null", "runs-dir"),
+    ("runs --runs-dir /dev/null", "runs-dir"),
+    ("show last --runs-dir /dev/null", "runs-dir"),
 ]
 
 
@@ -119,14 +125,46 @@ def test_wrong_input_is_one_line_and_status_2(words, says, capsys):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ['{"devices": "4"}', '{"devices": true}', '{"lr": NaN}', "[1]", "{", '{"colour": 1}', '{"split": [1, "a"]}', ""],
+    ("text", "says"),
+    [
+        ('{"devices": "4"}', 'devices must be a whole number; "4" is not'),
+        ('{"devices": true}', "devices"),
+        ('{"lr": NaN}', "lr"),
+        ("[1]", "spec.json"),
+        ("{", "spec.json"),
+        ("", "spec.json"),
+        ('{"colour": 1}', "colour"),
+        ('{"split": [1, "a"]}', "split"),
+        ('{"devices": 2, "devices": 4}', "devices is given twice, the second time as 4"),
+        ('{"global-batch": 8, "global_batch": 4}', "global-batch is given twice"),
+    ],
 )
-def test_a_wrong_spec_file_is_one_line_and_status_2(text, tmp_path, capsys):
+def test_a_wrong_spec_file_is_one_line_and_status_2(text, says, tmp_path, capsys):
     path = tmp_path / "spec.json"
     path.write_text(text)
     status, _, err = call(capsys, "simulate", "--spec", str(path))
     assert (status, err.count("\n")) == (2, 1)
+    assert says in err
+
+
+def test_ranks_that_are_as_many_as_can_be_are_dealt_to_at_once(capsys):
+    """To look for the longest rank anew for each rank took an hour."""
+    words = "deal --samples 100000 --devices 100000 --batch 1 --json".split()
+    assert json.loads(call(capsys, *words)[1])["ways"]["keep"]["runs_out"] == []
+
+
+def test_a_run_folder_that_is_damaged_is_told_in_one_line(runs_dir, tmp_path, capsys):
+    folder = archive.new_run(runs_dir, prepare(Spec(devices=2)))
+    place = ["--runs-dir", str(runs_dir)]
+    for name in ("result.json", "timeline.parquet"):
+        (folder / name).write_text("{}")
+    shown = [["show", folder.name], ["show", folder.name, "--json"]]
+    shown += [["export", folder.name, "--format", one, "--output", str(tmp_path / "x")] for one in ("perfetto", "csv")]
+    (folder / "spec.json").write_text("{")
+    for words in (*shown, ["show", folder.name, "--plan"]):
+        status, out, err = call(capsys, *words, *place)
+        assert (status, out, err.count("\n")) == (2, "", 1), words
+        assert folder.name in err
 
 
 def test_options_win_over_the_spec_file(tmp_path, capsys):
@@ -260,6 +298,23 @@ def test_help_names_every_setting_once(capsys):
         option
     ) in "mode devices model layers hidden heads context dataset steps epochs global-batch microbatches".split():
         assert len(re.findall(rf"^  --{option} ", text, re.M)) == 1
+
+
+def test_output_for_which_there_is_no_room_is_one_line_and_status_1():
+    for words in (["modes"], ["deal", "--json"]):  # more than is kept back, and less
+        with open("/dev/full", "w") as full:
+            command = [sys.executable, "-m", "engine", *words]
+            done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+        assert done.returncode == 1
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_a_command_that_is_interrupted_is_one_line_and_status_1(capsys, monkeypatch):
+    def interrupted(*_) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line.commands.tables, "lesson", interrupted)
+    assert call(capsys, "modes") == (1, "", "error: stopped\n")
 
 
 def test_a_reader_that_leaves_is_no_error():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -17,7 +18,9 @@ import pytest
 from engine import archive
 from engine.job import Job, prepare
 from engine.launch import ROOT, Handle, Launcher, LauncherError, RankProgress, open_handle
+from engine.real.launcher import Run
 from engine.spec import Spec
+from tests.engine import stub_workers
 from tests.engine.stub_workers import OPTIONS, STEP
 
 SOON = 10.0  # seconds; a limit for what takes milliseconds, on a busy machine
@@ -303,6 +306,36 @@ def test_the_launcher_survives_an_interrupt_and_lines_it_cannot_read(runs_dir, c
         assert launcher.start(job_of(), runs_dir).result(SOON)["state"] == "finished"
         assert launcher.pid == before
     assert capfd.readouterr().err.count("engine.real.launcher: ") == 6
+
+
+def test_a_run_for_whose_status_there_is_no_room_has_failed_and_left_no_worker(runs_dir, monkeypatch):
+    """Its last word goes where the first one was: whoever waits for the run would else wait for ever."""
+    workers = []
+
+    def fork(*_) -> int:
+        workers.append(subprocess.Popen(["sleep", "60"]))
+        return workers[-1].pid
+
+    def full(*_) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run_dir = archive.new_run(runs_dir, job_of(), launcher_pid=os.getpid())
+    monkeypatch.setattr("engine.real.launcher.fork", fork)
+    monkeypatch.setattr("engine.real.launcher.write_json", full)
+    assert Run(run_dir, stub_workers.train, stub_workers.finish, ()).done
+    assert len(workers) == 2 and not living([worker.pid for worker in workers])
+    status = archive.read_status(run_dir)
+    assert status["state"] == "failed" and "No space left on device" in status["error"]["message"]
+
+
+def test_a_launcher_whose_program_ends_while_it_warms_up_ends_without_a_word(runs_dir):
+    launcher = Launcher(OPTIONS)
+    handle = launcher.start(job_of(), runs_dir)
+    process = launcher._process
+    process.stdout.close()
+    process.stdin.close()
+    assert process.wait(SOON) == 0
+    assert archive.read_status(handle.run_dir)["state"] in ("stopped", "failed")
 
 
 def test_a_launcher_that_cannot_start_says_so():

@@ -193,7 +193,7 @@ MALFORMED = [
     ({"mode": "pipeline", "split": "2,,2"}, "wrong_type", "split"),
     ({"mode": "pipeline", "split": "2;2"}, "wrong_type", "split"),
     ({"deviecs": "4"}, "unknown_setting", "deviecs"),
-    ({"global-batch": "32", "global_batch": "64"}, "exclusive", "global_batch"),
+    ({"global-batch": "32", "global_batch": "64"}, "given_twice", "global_batch"),
 ]
 BAD_FAULTS = ["raise", "raise@1", "raise@1:x", "raise@-1:3", "sleep@1:3", "RAISE@1:3", "@1:3", "raise@1:3:1"]
 BAD_FAULTS += ["slow@1:3", "slow@1:3:99", "slow@1:3:-1", "slow@1:3:nan", "slow@1:3:inf"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pyarrow.parquet as pq
 import pytest
 
+from engine.rules import SpecError
 from engine.timeline import Span, Timeline
 
 
@@ -26,6 +28,21 @@ def test_an_empty_timeline_is_kept_too(tmp_path):
     Timeline.of([], "simulated", 4).save(tmp_path / "timeline.parquet")
     again = Timeline.load(tmp_path / "timeline.parquet")
     assert (len(again), again.makespan, again.steps, again.step_seconds()) == (0, 0.0, [], {})
+
+
+@pytest.mark.parametrize("damage", ["text", "a part", "other columns", "no source"])
+def test_a_file_that_is_damaged_or_foreign_is_refused(damage, tmp_path):
+    path = tmp_path / "some-run" / "timeline.parquet"
+    path.parent.mkdir()
+    Timeline.of([span(0, 0, 0.0, 1.0)], "measured", 1).save(path)
+    if damage in ("text", "a part"):
+        path.write_bytes(b"text" if damage == "text" else path.read_bytes()[:200])
+    else:
+        table = pq.read_table(path)
+        pq.write_table(table.drop(["rank"]) if damage == "other columns" else table.replace_schema_metadata(None), path)
+    with pytest.raises(SpecError, match="some-run") as wrong:
+        Timeline.load(path)
+    assert wrong.value.code == "bad_timeline"
 
 
 # Rank 1 is done with step 0 at 2, and loads for step 1 from 2 to 3 while rank 0 computes until 10.

@@ -32,8 +32,9 @@ def test_export_draws_what_a_run_measured(tmp_path):
     assert not any(payload["spans"]["veiled"])
 
 
-@pytest.mark.parametrize(("source", "status"), [("missing.json", 2), ("spec.json", 1)])
-def test_export_says_in_one_line_what_is_wrong(tmp_path, capsys, source, status):
+@pytest.mark.parametrize(("source", "says"), [("missing.json", "cannot be read"), ("spec.json", "cannot be written")])
+def test_export_says_in_one_line_what_is_wrong(tmp_path, capsys, source, says):
     (tmp_path / "spec.json").write_text(json.dumps({"mode": "ddp"}))
-    assert export.main([str(tmp_path / source), "--output", str(tmp_path / "no" / "page.html")]) == status
-    assert capsys.readouterr().err.count("\n") == 1
+    assert export.main([str(tmp_path / source), "--output", str(tmp_path / "no" / "page.html")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and says in err and err.count("\n") == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import streamlit as st
 
@@ -174,6 +174,27 @@ def _clear(asked: Asked) -> None:
     asked.run = None
 
 
+def _result(run_dir: Path, text: Catalogue) -> dict[str, Any] | None:
+    """None while there is none, and where it cannot be read, which is said."""
+    try:
+        return archive.read_whole_result(run_dir)
+    except SpecError as error:
+        st.error(escape(explain(text.language, error)), icon=":material/error:")
+        return None
+
+
+def _measured(run_dir: Path, text: Catalogue) -> Timeline | None:
+    """None where nothing was recorded, or where it cannot be read; either is said."""
+    try:
+        measured = measured_timeline(run_dir)
+    except SpecError as error:
+        st.error(escape(explain(text.language, error)), icon=":material/error:")
+        return None
+    if measured is None:
+        st.caption(text("picture.unrecorded"))
+    return measured
+
+
 def _resume(asked: Asked, spec: Spec, checkpoint: str) -> None:
     """The settings of the run, to go on with for as many steps as a run has by default."""
     asked.set_all(spec.with_(resume=checkpoint, steps=None, epochs=None, fault=None))
@@ -244,12 +265,10 @@ def _show_run(asked: Asked, shown: Shown, run: Opened, text: Catalogue) -> None:
         show_failure(status, run.run_dir, text)
     elif status["state"] == "stopped":
         st.info(text("lab.stopped"), icon=":material/stop_circle:")
-    result = archive.read_result(run.run_dir)
+    result = _result(run.run_dir, text)
     if result is not None:
         show_verdict(result, text, run.elsewhere)
-    measured = measured_timeline(run.run_dir) if same else None
-    if same and measured is None:
-        st.caption(text("picture.unrecorded"))
+    measured = _measured(run.run_dir, text) if same else None
     crowded = not run.elsewhere and oversubscribed(run.spec.to_dict())
     _show_picture(shown, measured, text, run.handle.run_id if same else "", crowded=crowded)
     if result is not None:
