@@ -147,10 +147,14 @@ def _layout(case: Case, inferred: list[str]) -> dict[str, Any]:
             return common | shards
         return common | {"mode": mode}
     degrees = {"mode": "hybrid", "tp": case.tp, "pp": case.pp, "cp": case.cp}
-    if case.experts:
-        degrees["ep"] = case.ep
+    replicas, shards = case.dp, case.shards
+    if case.experts:  # there ranks of ep are counted among replicas; a mesh here has an axis for them
+        if case.dp % case.ep or case.row.parallel.get("etp") not in (None, case.tp):
+            raise Unusable("experts that are not cut for tensor ranks cannot be planned beside these")
+        degrees["ep"], replicas = case.ep, case.dp // case.ep
+        shards = math.gcd(replicas, max(1, case.shards // case.ep))
     shared = case.zero == 3 or (case.zero and case.pp > 1)
-    degrees |= {"fsdp": case.shards, "dp": case.dp // case.shards} if shared else {"dp": case.dp, "fsdp": 1}
+    degrees |= {"fsdp": shards, "dp": replicas // shards} if shared else {"dp": replicas, "fsdp": 1}
     if case.zero in (1, 2) and not shared:
         degrees["share_optimizer"] = True
     if case.sequence_parallel:

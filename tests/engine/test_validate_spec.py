@@ -49,6 +49,19 @@ def test_stages_share_out_blocks_as_the_row_says():
     assert any("place of a block" in text for text in inferred)
 
 
+def test_ranks_that_share_out_experts_are_counted_among_replicas_there_and_have_an_axis_here():
+    model = {"experts": 8, "top_k": 2, "ffn": 4096}
+    layout = {"gpus": 32, "tp": 2, "pp": 2, "dp": 8, "ep": 4}
+    found = settings(model=model, parallel=layout | {"zero": 1})
+    wanted = {"tp": 2, "pp": 2, "ep": 4, "fsdp": 2, "dp": 1, "devices": 32}
+    assert {name: found[name] for name in wanted} == wanted
+    spec = Spec(**found)
+    assert predict(spec).job.replicas == 8
+    for whole in ({"ep": 16}, {"etp": 1}):  # over tensor ranks too; or each expert on one of them
+        with pytest.raises(Unusable, match="not cut for tensor ranks"):
+            settings(model=model | {"experts": 16}, parallel=layout | whole)
+
+
 @pytest.mark.parametrize(
     ("zero", "mode"), [(0, "ddp"), (1, "zero1"), ("ZeRO-2", "zero2"), (3, "fsdp"), ("Megatron-FSDP group 2", "hsdp")]
 )

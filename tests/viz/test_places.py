@@ -239,6 +239,22 @@ def test_shards_of_experts_lie_side_by_side_in_their_run_and_those_of_the_rest_i
         assert experts == pytest.approx([place / 2 + shard / 4, place / 2 + (shard + 1) / 4])
 
 
+def test_tensor_ranks_have_parts_of_the_same_experts_and_of_the_rest():
+    plan, layers, timeline = predicted("hybrid", 4, model="moe", layers=1, ep=2, tp=2)
+    info = picture_info(plan, layers, timeline)
+    assert len(info.places.frames) == 2
+    for box, (place, part) in zip(info.places.boxes, ((0, 0), (0, 1), (1, 0), (1, 1)), strict=True):  # on ep and tp
+        rest, experts = [[(x - c.x0) / (c.x1 - c.x0) for x in c.kept] for c in box.cells[1:3]]
+        assert box.cells[2].experts == (place * 4, place * 4 + 4, 8)
+        assert rest == pytest.approx([part / 2, (part + 1) / 2])
+        assert experts == pytest.approx([place / 2 + part / 4, place / 2 + (part + 1) / 4])
+    spans = [span for span in timeline.spans() if span.rank == 3 and span.part.startswith("block1.")]
+    assert {span.lane for span in spans if span.kind == "all_to_all"} == {"ep"}
+    assert {span.part for span in spans if span.lane == "tp"} == {
+        f"block1.{p}" for p in ("attention", "combine", "router")
+    }
+
+
 def test_a_layer_that_is_whole_fills_its_cell_and_one_that_is_absent_none_of_it():
     first, second = places(TWO, ["a", "b"]).boxes[0].cells
     assert first.kept == (first.x0, first.x1)

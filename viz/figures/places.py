@@ -322,10 +322,10 @@ def _cells(
 
 def _with_experts(cells: Sequence[Cell], experts: Sequence[int], mesh: Mesh, rank: int) -> tuple[Cell, ...]:
     """Where experts are shared out over ranks, each block's have the right half of its cell: there, a run is held. Of
-    both halves ranks on fsdp hold as much as each other."""
+    both halves tensor ranks have as much as each other, and in each of these parts ranks on fsdp."""
     ranks, place = mesh.degree("ep"), mesh.coordinate(rank, "ep")
-    shards = mesh.degree("fsdp")
-    shard = mesh.coordinate(rank, "fsdp") / shards
+    shards = mesh.degree("tp") * mesh.degree("fsdp")
+    shard = (mesh.coordinate(rank, "tp") * mesh.degree("fsdp") + mesh.coordinate(rank, "fsdp")) / shards
 
     def own(begin: float, end: float) -> tuple[float, float]:
         return begin + shard * (end - begin), begin + (shard + 1 / shards) * (end - begin)
