@@ -1,32 +1,34 @@
-"""The same training, recorded by Lockstep and written by hand, in turn -> the ratio of their median step times.
+"""The same training, recorded by Lockstep and written by hand, in turn -> the ratio of their step times.
 
     python -m bench.handwritten                       # ddp, fsdp, tensor and pipeline: a gpt on 2 ranks
-    python -m bench.handwritten --modes ddp fsdp --rounds 6 --steps 30
+    python -m bench.handwritten --modes ddp fsdp --rounds 3 --steps 60
 
 The programs by hand are what a PyTorch user writes: of Lockstep they have the layers and the batches, and nothing
-else; no recorder, no marks, no plan. Both are forked from a process that has torch imported, with as many threads, and
-the losses of both must be the same, or there is nothing to compare. Rounds alternate, so that whatever else the machine
-does falls on both alike. Prints one JSON object a mode.
+else; no recorder, no marks, no plan. Both are forked from a process that has the same modules imported and its objects
+frozen, with as many threads, which wait alike, and the losses of both must be the same, or there is nothing to compare.
+They take turns (`bench/turns.py`). Prints one JSON object a mode; each round has new processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib
 import json
 import os
 import sys
 import tempfile
 import time
-import traceback
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
-from engine.archive import read_steps
+from bench.turns import WARMUP, Ranks, Steps, alternate, compared, recorded
 from engine.job import Job, prepare
-from engine.launch import FORKING, WAITING, Launcher, start
+from engine.launch import FORKING, WAITING, Launcher
+from engine.real.launcher import PRELOAD, fork
 from engine.spec import Spec
 
 if TYPE_CHECKING:
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
     Program = tuple[Callable[[torch.Tensor, torch.Tensor], float | None], torch.optim.Optimizer]
 
 MODES = ("ddp", "fsdp", "tensor", "pipeline")
-WARMUP = 4  # steps at the start of a run that are not counted
 RANKS = 2
 
 
@@ -171,40 +172,31 @@ def train(job: Job, rank: int, folder: Path) -> None:
     (folder / f"rank{rank}.json").write_text(json.dumps(rows))
 
 
-def by_hand(job: Job) -> list[list[dict]]:
-    """The steps of each rank, in processes forked from this one."""
-    with tempfile.TemporaryDirectory() as name:
-        workers = []
-        for rank in range(RANKS):
-            pid = os.fork()
-            if pid == 0:
-                try:
-                    train(job, rank, Path(name))
-                    os._exit(0)
-                except BaseException:
-                    traceback.print_exc()
-                    os._exit(1)
-            workers.append(pid)
-        if any(os.waitpid(pid, 0)[1] for pid in workers):
-            raise RuntimeError(f"the {job.spec.mode} by hand did not end well")
-        return [json.loads((Path(name) / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+def by_hand(job: Job, folder: Path) -> Ranks:
+    """In processes forked from this one as the launcher forks its workers."""
+    logs = [folder / f"rank{rank}.log" for rank in range(RANKS)]
+    pids = [fork(partial(train, job, rank, folder), log, ()) for rank, log in enumerate(logs)]
+    codes: dict[int, int] = {}
+
+    def reap(options: int) -> bool:
+        for pid in pids:
+            if pid not in codes:
+                ended, status = os.waitpid(pid, options)
+                if ended:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+        return len(codes) == RANKS
+
+    def result() -> Steps:
+        reap(0)
+        if any(codes.values()):
+            said = "\n".join(log.read_text() for log in logs)
+            raise RuntimeError(f"the {job.spec.mode} by hand did not end well: {said}")
+        return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+
+    return Ranks(pids, lambda: reap(os.WNOHANG), result)
 
 
-def recorded(spec: Spec, launcher: Launcher, runs_dir: str) -> list[list[dict]]:
-    handle = start(spec, runs_dir=runs_dir, launcher=launcher)
-    result = handle.result(timeout=600)
-    if result["status"] != "finished" or not result["conformance"]["ok"]:
-        raise RuntimeError(result["error"] or result["conformance"])
-    return [read_steps(handle.run_dir, rank) for rank in range(RANKS)]
-
-
-def seconds(ranks: list[list[dict]]) -> list[float]:
-    """Of each counted step, from the first rank's start to the last rank's end."""
-    steps = list(zip(*ranks, strict=True))[WARMUP:]
-    return [max(r["end"] for r in step) - min(r["start"] for r in step) for step in steps]
-
-
-def losses(ranks: list[list[dict]]) -> list[float]:
+def losses(ranks: Steps) -> list[float]:
     found = []
     for step in zip(*ranks, strict=True):
         known = [row["loss"] for row in step if row["loss"] is not None]
@@ -212,51 +204,38 @@ def losses(ranks: list[list[dict]]) -> list[float]:
     return found
 
 
-def compare(mode: str, rounds: int, steps: int, launcher: Launcher, runs_dir: str) -> dict:
+def compare(mode: str, rounds: int, steps: int, launcher: Launcher) -> dict:
     cut = {"schedule": "1f1b", "microbatches": 4} if mode == "pipeline" else {}
     spec = Spec(
         mode=mode, devices=RANKS, model="gpt", layers=4, hidden=128, heads=4, context=64, global_batch=16,
         steps=steps + WARMUP, parity_steps=0, measure_memory=False, device="cpu", **cut,
     )  # fmt: skip
-    job = prepare(spec)
-    ways = {"recorded": lambda: recorded(spec, launcher, runs_dir), "by_hand": lambda: by_hand(job)}
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    ratios, apart = [], 0.0
-    for i in range(rounds):
-        found = {way: ways[way]() for way in (list(ways) if i % 2 else reversed(ways))}
-        for way, ranks in found.items():
-            times[way] += seconds(ranks)
-        ratios.append(median(times["recorded"][-steps:]) / median(times["by_hand"][-steps:]))
-        pairs = zip(*(losses(found[way]) for way in ways), strict=True)
-        apart = max(apart, *(abs(a - b) for a, b in pairs))
+    job, turns, apart = prepare(spec), [], 0.0
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as runs_dir, tempfile.TemporaryDirectory() as folder:
+            found, both = alternate(lambda: recorded(spec, launcher, runs_dir), lambda: by_hand(job, Path(folder)))
+        turns.append(found)
+        apart = max(apart, *(abs(a - b) for a, b in zip(*map(losses, both), strict=True)))
     if apart > 1e-3:
         raise RuntimeError(f"{mode}: the losses are {apart} apart, so these are not the same training")
-    return {
-        "mode": mode,
-        "recorded_step_time": median(times["recorded"]),
-        "step_time_by_hand": median(times["by_hand"]),
-        "ratio": median(times["recorded"]) / median(times["by_hand"]),
-        "ratio_of_each_round": [round(ratio, 4) for ratio in ratios],
-        "losses_apart": apart,
-        "steps": len(times["recorded"]),
-    }
+    return {"mode": mode, **compared(turns), "losses_apart": apart}
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    arguments.add_argument("--rounds", type=int, default=6)
-    arguments.add_argument("--steps", type=int, default=30)
+    arguments.add_argument("--rounds", type=int, default=4)
+    arguments.add_argument("--steps", type=int, default=60)
     given = arguments.parse_args()
     os.environ.update(FORKING | WAITING)  # as the launcher's process has them, before torch is imported
-    import torch.distributed.fsdp
-    import torch.distributed.pipelining
-    import torch.distributed.tensor.parallel  # noqa: F401
-
-    with tempfile.TemporaryDirectory() as runs_dir, Launcher() as launcher:
+    for module in PRELOAD:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    with Launcher() as launcher:
         launcher.warm()
         for mode in given.modes:
-            print(json.dumps(compare(mode, given.rounds, given.steps, launcher, runs_dir)), flush=True)
+            print(json.dumps(compare(mode, given.rounds, given.steps, launcher)), flush=True)
 
 
 if __name__ == "__main__":

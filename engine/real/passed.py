@@ -53,12 +53,8 @@ class Pass:
         """What comes after the way back, in a later half of it, does not count."""
         if self.backward_ended:
             return
-        layers = list(self.forward)
-        place = 0 if layer == "input" else layers.index(layer) + 1
-        if place < len(layers):
-            self._leave(self.kind, layers[place])
-            if layer != "input":
-                self._enter(self.kind, layer)
+        if self.recorder.pace.active:
+            self._take_turns(layer)
         self.gradients[layer] = self.recorder.now()
 
     def end_backward_of(self, layer: str) -> None:
@@ -86,6 +82,15 @@ class Pass:
         self._enter(self.kind, layer, self.waited_before)
 
     # --- a scale model --------------------------------------------------------------------------------------------
+
+    def _take_turns(self, layer: str) -> None:
+        """On the way back: return when the layer after this one may be over, and this one may begin."""
+        layers = list(self.forward)
+        place = 0 if layer == "input" else layers.index(layer) + 1
+        if place < len(layers):
+            self._leave(self.kind, layers[place])
+            if layer != "input":
+                self._enter(self.kind, layer)
 
     def _enter(self, kind: str, layer: str, piece: int = 0) -> None:
         """Return when a layer, or what is left of it after it has waited so often, may begin."""
@@ -121,7 +126,7 @@ class Pass:
         self._begin()
 
     def _pieces(self, kind: str, layer: str) -> tuple[str, ...]:
-        return self.recorder.parts(kind, layer) or (layer,)
+        return self.recorder.pieces(kind, layer) or (layer,)
 
     # --- spans ----------------------------------------------------------------------------------------------------
 
@@ -150,7 +155,7 @@ class Pass:
     def _mark(self, kind: str, layer: str, start: int, end: int, first: int = 0) -> None:
         """What a layer computed, cut where it waited: a wait is not compute. `first`: pieces marked already."""
         waits = [wait for wait in self.waits if start <= wait[0] and wait[1] <= end]
-        names = self.recorder.parts(kind, layer)[first:]
+        names = self.recorder.pieces(kind, layer)[first:]
         begins, ends = [start, *(w[1] for w in waits)], [*(w[0] for w in waits), end]
         for i, (begin, stop) in enumerate(zip(begins, ends, strict=True)):
             self.recorder.mark(kind, begin, stop, part=names[i] if i < len(names) else layer, **self.where)

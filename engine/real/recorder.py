@@ -7,6 +7,7 @@ shape and type of its tensor, whoever called it. Both clocks count nanoseconds o
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -14,6 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +44,10 @@ ITEM_BYTES = {
 CARRIED_OUT = {"reduce_scatter": ("reduce_scatter", "all_reduce")}
 
 
+# What is announced is the same in every step, and to look an op up takes a tenth of making it.
+_op = functools.lru_cache(maxsize=4096)(Op)
+
+
 class Event(NamedTuple):
     """One communication that the profiler saw."""
 
@@ -67,6 +73,7 @@ class Recorder:
         self.path, self.rank, self.origin, self.enabled = path, rank, origin, enabled
         self.label: Callable[[str], tuple[str, str]] = lambda kind: ("dp", "gradient")
         self.parts: Callable[[str, str], tuple[str, ...]] = lambda kind, layer: (layer,)
+        self._pieces: dict[tuple[str, str], tuple[str, ...]] = {}
         self.identify: Callable[[Event], tuple[str, str, str, str]] = lambda event: (
             event.kind,
             *self.label(event.kind),
@@ -196,7 +203,7 @@ class Recorder:
             self.pace.sending(payload=payload, stage=stage, microbatch=microbatch, part=part, axis=axis, peer=peer)
         if self.recording:
             where = {"stage": stage, "microbatch": microbatch, "part": part, "axis": axis, "peer": peer}
-            self._messages.append((self._step, Op(kind=kind, payload=payload, bytes=size, **where)))
+            self._messages.append((self._step, _op(kind=kind, payload=payload, bytes=size, **where)))
 
     @contextmanager
     def calls(self, *ops: Op) -> Iterator[None]:
@@ -217,7 +224,7 @@ class Recorder:
             where = {"stage": self.stage, "microbatch": self.microbatch}
             if self._passing:
                 self._passing.pause()
-            self._call(Op(kind=kind, payload=payload, axis=axis, bytes=size, **where))
+            self._call(_op(kind=kind, payload=payload, axis=axis, bytes=size, **where))
             self._called = self.now()
 
     def background(self, kind: str, part: str, payload: str, size: int, *, axis: str) -> None:
@@ -225,7 +232,7 @@ class Recorder:
         begin when the micro-step that called it is over."""
         if self.recording:
             where = {"part": part, "microbatch": self._microstep}
-            self._call(Op(kind=kind, payload=payload, axis=axis, bytes=size, **where))
+            self._call(_op(kind=kind, payload=payload, axis=axis, bytes=size, **where))
 
     def _call(self, op: Op) -> None:
         self._collectives.append((self._step, self.now(), op))
@@ -254,6 +261,12 @@ class Recorder:
         if self.recording:
             self._passing.resume()
             self._passing.waits.append((begun, self.now()))
+
+    def pieces(self, kind: str, layer: str) -> tuple[str, ...]:
+        """What `parts` says: every step asks for the same, and it takes a plan's way to work it out."""
+        if (kind, layer) not in self._pieces:
+            self._pieces[kind, layer] = self.parts(kind, layer)
+        return self._pieces[kind, layer]
 
     def coordinate(self, rank: int, axis: str) -> int:
         return rank if self.mesh is None else self.mesh.coordinate(rank, axis)
@@ -353,26 +366,21 @@ def communications(seen: list) -> list[Event]:
     """The profiler's events -> its communications by start, each with the names of the marks that were open then."""
     found: list[Event] = []
     marks: list[tuple[int, str]] = []  # end, name
-    for one in sorted(seen, key=lambda e: e.start_ns()):
-        start = one.start_ns()
+    for start, name, one in sorted(((e.start_ns(), e.name(), e) for e in seen), key=itemgetter(0)):
+        end = start + one.duration_ns()
+        backend, _, kind = name.partition(":")
+        if backend not in ("gloo", "nccl") or kind == "barrier":
+            marks.append((end, name))
+            continue
         marks = [mark for mark in marks if mark[0] >= start]
-        event = _communication(one)
-        if event is None:
-            marks.append((start + one.duration_ns(), one.name()))
-        else:
-            found.append(event._replace(inside=tuple(name for _, name in marks)))
+        inside = tuple(name for _, name in marks)
+        found.append(Event(kind, start, end, _bytes(one), inside, whole="int" in one.dtypes()))
     return found
 
 
-def _communication(event) -> Event | None:
-    name = event.name()
-    backend, _, kind = name.partition(":")
-    if backend not in ("gloo", "nccl") or kind == "barrier":
-        return None
-    sizes = [
-        math.prod(shape) * ITEM_BYTES[kind_]
-        for shape, kind_ in zip(event.shapes(), event.dtypes(), strict=False)
+def _bytes(event) -> int:
+    return sum(
+        math.prod(shape) * ITEM_BYTES[kind]
+        for shape, kind in zip(event.shapes(), event.dtypes(), strict=False)
         if shape
-    ]
-    start = event.start_ns()
-    return Event(kind, start, start + event.duration_ns(), sum(sizes), whole="int" in event.dtypes())
+    )

@@ -140,7 +140,9 @@ class LocalTraining:
         recorder = self.place.recorder
         with recorder.span("load", payload="batch", microbatch=recorder.microbatch):
             inputs, targets = self.batches(step, k, count)
-        loss = self.chain.loss(self.callee(inputs), targets, self.batches.per_sample) / count
+        loss = self.chain.loss(self.callee(inputs), targets, self.batches.per_sample)
+        if count > 1:
+            loss = loss / count
         self.chain.backward(loss)
         return loss.item()
 

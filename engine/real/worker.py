@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from engine import modes
 from engine.faults import parse_fault
@@ -68,13 +69,13 @@ def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") 
             for chain in training.chains.values() if hasattr(training, "chains") else [training.chain]:
                 recompute(chain, job)
         mark_updates(training.optimizer, recorder)
-        parity, targets = Parity(job, place, training), Targets(job, place)
+        held, parity, targets = training.held(), Parity(job, place, training), Targets(job, place)
         with (folder / f"rank{rank}.steps.jsonl").open("a", encoding="utf-8") as steps:
             for step in range(job.steps):
                 if faults.of_rank(fault, rank, step) == "leave":
                     recorder.flush()
                     return training
-                line = _one_step(job, place, training, parity, targets, step)
+                line = _one_step(job, place, training, held, parity, targets, step)
                 done = job.first_step + step + 1
                 if job.spec.evaluate_every is not None and done % job.spec.evaluate_every == 0:
                     recorder.doing = "evaluation"
@@ -126,7 +127,15 @@ def _leave(recorder: Recorder) -> None:
     os._exit(128 + signal.SIGTERM)
 
 
-def _one_step(job: Job, place: Place, training: Training, parity: Parity, targets: Targets, step: int) -> dict:
+def _one_step(
+    job: Job,
+    place: Place,
+    training: Training,
+    held: dict[str, nn.Parameter],
+    parity: Parity,
+    targets: Targets,
+    step: int,
+) -> dict:
     fault = parse_fault(job.spec.fault)
     recorder = place.recorder
     faults.begin_step(fault, place, training, step)
@@ -140,7 +149,7 @@ def _one_step(job: Job, place: Place, training: Training, parity: Parity, target
     targets.count(batches, step, alone=faults.of_rank(fault, place.rank, step) == "mean")
     with models.counting() as routed:
         loss = training.make_gradients(step)
-    _check_gradients(training)
+    _check_gradients(held)
     faults.after_gradients(fault, place, training, step)
     parity.keep_gradients(step, loss, routed)
     norm = None if job.spec.clip is None else clip(training, recorder, job.spec.clip)
@@ -156,7 +165,7 @@ def _one_step(job: Job, place: Place, training: Training, parity: Parity, target
         "grad_norm": norm,
         "samples": job.spec.global_batch,
         "memory": _peak_memory(place.device),
-        "resident": _resident_now(),
+        "resident": cores.resident(),
         "cpu": time.process_time(),
         **({"busy": cores.busy()} if place.rank == 0 else {}),
         "waited": None if waited is None else cores.waited() - waited,
@@ -166,19 +175,14 @@ def _one_step(job: Job, place: Place, training: Training, parity: Parity, target
     }
 
 
-def _check_gradients(training: Training) -> None:
+def _check_gradients(held: dict[str, nn.Parameter]) -> None:
     """A parameter outside of the loss gets no gradient, and peers that have one wait for this rank's for ever."""
-    if missing := [name for name, parameter in training.held().items() if parameter.grad is None]:
+    if missing := [name for name, parameter in held.items() if parameter.grad is None]:
         raise RuntimeError(f"no gradient for {', '.join(missing)}: on this rank they took no part in the loss")
 
 
 def _resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _resident_now() -> int:
-    """Bytes of this process in memory: proc(5), second field of /proc/self/statm, in pages."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def _order(training: Training) -> dict:

@@ -24,7 +24,7 @@ def training(job: Job, place: Place) -> LocalTraining:
     batches = Batches(job, 0, 1, place.device)
     deal_out(batches, job, group)
     look_around(chain, job, group, place.recorder)
-    place.recorder.parts = functools.cache(lambda kind, layer: parts(job, kind, layer, place.rank))
+    place.recorder.parts = lambda kind, layer: parts(job, kind, layer, place.rank)
     replica = replicate(chain, job, place, axis="cp", group=group)
     optimizer = models.make_optimizer(job, replica.parameters())
     local = LocalTraining(job, place, chain, replica, batches, optimizer)

@@ -39,7 +39,7 @@ def training(job: Job, place: Place) -> Training:
         return replicated(job, place, groups[0], axis=all_ranks(axes), copies=groups[1])
     if job.degree("tp") > 1:
         announce(recorder, "tp")
-    recorder.parts = functools.cache(functools.partial(parts, job, seat=seat_of(axes, place.rank)))
+    recorder.parts = functools.partial(parts, job, seat=seat_of(axes, place.rank))
     batches = Batches(job, _replica(job, meshes.every), job.replicas, place.device)
     deal_out(batches, job, meshes.every.get_group("cp"))
     if job.degree("pp") > 1:
