@@ -1,7 +1,7 @@
 """Two trainings that go on at once, one stopped while the other runs -> the ratio of their step times, and its spread.
 
 How fast a machine is changes from minute to minute, and by more than what is measured here; so the two take turns of
-half a second, in which a signal stops the other one's processes, and only turns that follow each other are compared. A
+less than a second, in which a signal stops the other one's processes, and both are measured in all that it does. A
 step lasts from the end of the one before it to its own end, on the last rank: what is done between two steps counts. So
 a step during which its process was stopped is in no turn.
 """
@@ -103,8 +103,8 @@ def _within(turn: tuple[float, float], ranks: Steps) -> list[float]:
 
 
 def compared(rounds: list[list[Turn]]) -> dict:
-    """`ratio`: of the medians of all steps, with the interval in which are 95 % of those of as many pairs of turns, drawn
-    again from these. `ratio_of_sums`: of the mean seconds a step, in which seldom and long ones count too."""
+    """`ratio`: of the medians of all steps, with the interval in which 95 % of such ratios are of as many pairs of
+    turns, drawn again from these. `ratio_of_sums`: of the mean seconds a step, where seldom and long ones count too."""
     turns, drawn = [turn for each in rounds for turn in each], random.Random(0)
     again = sorted(_ratio(drawn.choices(turns, k=len(turns))) for _ in range(RESAMPLED))
     one, other = _pooled(turns)
