@@ -25,8 +25,11 @@ def conform(spans: Iterable[Span], plan_of: Callable[[int], Plan], steps: Iterab
     planned_count = matched = 0
     difference = None
     joined: list[Span] = []
+    plan: Plan | None = None
     for step in sorted(set(steps)):
-        planned = _lanes(plan_of(step))
+        before, plan = plan, plan_of(step)
+        if plan is not before:
+            planned = _lanes(plan)
         keys = planned.keys() | {(rank, lane) for s, rank, lane in measured if s == step}
         for rank, lane in sorted(keys):
             wanted, free = planned.get((rank, lane), ([], []))

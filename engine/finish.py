@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -34,11 +35,13 @@ from engine.masked import means
 from engine.modes import FIRST_STEADY_STEP
 from engine.paced import MINIATURE, TABLE
 from engine.pictured import trained
+from engine.plan import Plan
 from engine.predict import Prediction, predict
 from engine.spec import Spec
 from engine.timeline import NONE, Span, Timeline
 
 LONG_ENOUGH = 0.25  # seconds: a twenty-fifth of them is a tick of the kernel's clock, on each core
+MAX_PLANS = 16  # that are kept: each step of a long run may have its own
 
 Routed = tuple[dict[str, list[list[int]]], ...]  # see Job.routed
 
@@ -55,7 +58,8 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
     done = min((len(rows) for rows in steps), default=0)
     routed = [_routed(steps, step) for step in range(done)]
     spans = list(read_spans(folder, job.processes))
-    conformance, spans = _conformance(job, spans, routed, early=state != "finished")
+    plan_of = _plans(job, routed)
+    conformance, spans = _conformance(job, spans, plan_of, done, early=state != "finished")
     timeline = Timeline.of(settle(spans), "measured", job.spec.devices)
     timeline.save(folder / "timeline.parquet")
     steady = range(min(FIRST_STEADY_STEP, max(done - 1, 0)), done)
@@ -105,7 +109,7 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
         # The peak of the machine that was named says nothing of the CPU on which it ran.
         "mfu": prediction.utilisation(step_time, prediction.machine if on_its_machine else None),
         # What waits for what is as it is pictured, with as many tokens for each expert.
-        **_analysis(asked, whole, routed if asked is job else [None] * done, steady, conformance),
+        **_analysis(asked, whole, plan_of if asked is job else _plans(asked, [None] * done), steady, conformance),
         "wall_time": _wall_seconds(folder, steps),
         "error": error,
         "spec": asked.spec.to_dict(),
@@ -188,11 +192,16 @@ def _targets(steps: list[list[dict]], done: int) -> dict[str, Any] | None:
     return means([row["target_loss"] for row in last], [row["targets"] for row in last]) if last else None
 
 
+def _plans(job: Job, routed: list[Routed | None]) -> Callable[[int], Plan]:
+    """The plan of each step done. Sizes that depend on the data are planned from what the routers counted, on the ranks
+    that send; what is measured are tensors, also on the ranks that receive. Where there are none, steps share plans."""
+    made = functools.lru_cache(MAX_PLANS)(lambda step: modes.plan(replace(job, routed=routed[step]), step))
+    return lambda step: made(step if routed[step] else modes.first_alike(job, step))
+
+
 def _conformance(
-    job: Job, spans: list[Span], routed: list[Routed | None], *, early: bool
+    job: Job, spans: list[Span], plan_of: Callable[[int], Plan], done: int, *, early: bool
 ) -> tuple[dict[str, Any], list[Span]]:
-    """`routed`: of each step done. Sizes that depend on the data are planned from what the routers counted, on the
-    ranks that send; what is measured are tensors, also on the ranks that receive."""
     if not job.spec.record:
         nothing = {"ok": None, "planned": 0, "measured": 0, "matched": 0, "first_difference": None}
         return nothing | {"reason": "recording was off"}, spans
@@ -203,8 +212,8 @@ def _conformance(
     seen: dict[int, set[int]] = defaultdict(set)
     for span in spans:
         seen[span.step].add(span.rank)
-    whole = [step for step in range(len(routed)) if len(seen[step]) == job.spec.devices]
-    report, joined = conform(spans, lambda step: modes.plan(replace(job, routed=routed[step]), step), whole)
+    whole = [step for step in range(done) if len(seen[step]) == job.spec.devices]
+    report, joined = conform(spans, plan_of, whole)
     report |= {"steps": len(whole), "routed": job.degree("ep") > 1, "reason": None}
     if not whole:
         report |= {"ok": None if early else False, "reason": "no step was recorded on every rank"}
@@ -212,7 +221,7 @@ def _conformance(
 
 
 def _analysis(
-    job: Job, timeline: Timeline, routed: list, steps: Iterable[int], conformance: dict[str, Any]
+    job: Job, timeline: Timeline, plan_of: Callable[[int], Plan], steps: Iterable[int], conformance: dict[str, Any]
 ) -> dict[str, Any]:
     """What ranks waited for, in the steps that all of them recorded."""
     ranks: dict[int, set[int]] = defaultdict(set)
@@ -222,7 +231,7 @@ def _analysis(
     if not conformance["ok"]:
         return nothing(conformance["reason"] or "the ops measured are not those planned")
     crowded = job.spec.device != "cuda" and job.processes > (os.cpu_count() or 1) and job.spec.paced is None
-    return of_run(timeline, lambda s: modes.plan(replace(job, routed=routed[s]), s), seen, crowded=crowded)
+    return of_run(timeline, plan_of, seen, crowded=crowded)
 
 
 def _accuracy(

@@ -25,8 +25,9 @@ from engine.pictured import at_scale
 from engine.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[1]
-# Read when numpy and torch are imported. A process that forks has no threads, so numpy's BLAS must start none.
-FORKING = {"OPENBLAS_NUM_THREADS": "1"}
+# Read when numpy, torch and pyarrow are imported. A process that forks has no threads, so numpy's BLAS must start none,
+# and neither must pyarrow's allocator.
+FORKING = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 # torch's threads sleep while they wait for each other: by default they spin, and where something else needs a core too
 # (a browser that shows the run), a step was seen to take ten times longer.
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}

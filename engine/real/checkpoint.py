@@ -22,6 +22,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from engine import checkpoints
 from engine.job import Job
+from engine.real.parts import updated, whole_state
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 # All that the index of a checkpoint is made of (`.metadata`, a pickle). A file that names anything else is not read.
@@ -44,9 +45,12 @@ def save(run_dir: Path, job: Job, step: int, held: dict[str, nn.Parameter], opti
     folder = checkpoints.folder_of(run_dir, step)
     folder.mkdir(parents=True, exist_ok=True)
     state = {MODEL + name: parameter.detach() for name, parameter in held.items()}
-    for name, parameter in held.items():
-        for key, value in local(optimizer).state.get(parameter, {}).items():
-            state[f"{OPTIMIZER}{name}.{key}"] = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+    own = local(optimizer)
+    parts = updated(own)
+    for name, part in ((name, parts[parameter]) for name, parameter in held.items() if parameter in parts):
+        for key, value in own.state.get(part, {}).items():
+            tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+            state[f"{OPTIMIZER}{name}.{key}"] = whole_state(part, tensor)
     index = dcp.save(state, storage_writer=FileSystemWriter(folder), no_dist=not dist.is_initialized())
     if not dist.is_initialized() or dist.get_rank() == 0:
         found = index.state_dict_metadata
@@ -68,19 +72,19 @@ def restore(
     saved = reader.read_metadata().state_dict_metadata
     state: dict[str, torch.Tensor] = {MODEL + name: parameter.detach() for name, parameter in held.items()}
     own = local(optimizer)
-    updated = {parameter for group in own.param_groups for parameter in group["params"]}
+    parts = updated(own)
     for name, parameter in held.items():
         prefix = f"{OPTIMIZER}{name}."
-        keys = [key.removeprefix(prefix) for key in saved if key.startswith(prefix)] if parameter in updated else []
+        keys = [key.removeprefix(prefix) for key in saved if key.startswith(prefix)] if parameter in parts else []
         for key in keys:
-            entry = saved[prefix + key]
+            entry, part = saved[prefix + key], parts[parameter]
             is_alike = entry.size == parameter.shape  # cut as the parameter is; a count of steps is not
-            own.state[parameter][key] = (
-                torch.zeros_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
+            own.state[part][key] = value = (
+                torch.zeros_like(part, dtype=entry.properties.dtype, requires_grad=False)
                 if is_alike
                 else torch.zeros(entry.size, dtype=entry.properties.dtype)
             )
-            state[prefix + key] = own.state[parameter][key]
+            state[prefix + key] = whole_state(part, value)
     dcp.load(state, storage_reader=reader, no_dist=alone or not dist.is_initialized())
 
 

@@ -36,9 +36,11 @@ from engine.modes import MODES
 from engine.real.cause import describe, find_error, is_consequence
 from engine.rules import SpecError
 
-# Whatever the first step would otherwise import in every worker; without torch._dynamo alone it takes 2.5 s.
+# Whatever the first step would otherwise import in every worker; without torch._dynamo alone it takes 2.5 s. And what
+# every run's end would: to write a parquet file, and to take numpy's unique.
 PRELOAD = (
-    *("torch.distributed", "torch.distributed.pipelining", "torch.nn.parallel", "torch._dynamo", "pydoc_data.topics"),
+    *("torch.distributed", "torch.distributed.pipelining", "torch.nn.parallel", "torch._dynamo"),
+    *("torch.utils.serialization.config", "pyarrow.parquet", "numpy.ma"),
     *(f"engine.modes.{mode}.run" for mode in MODES),
 )
 
@@ -331,7 +333,11 @@ def main() -> None:
     for module in () if options.no_preload else PRELOAD:
         importlib.import_module(module)
     if not options.no_preload:
-        load("engine.datasets:load")("digits", kind="image")  # kept by the module, so that workers find it made
+        # Kept by the module, so that workers find them made.
+        datasets = importlib.import_module("engine.datasets")
+        datasets.load("digits", kind="image")
+        with contextlib.suppress(datasets.DatasetError):  # a Python without its help: who asks for it is told
+            datasets.vocabulary_size("text")
     work, finish = load(options.worker), load(options.finish)
     gc.collect()
     gc.freeze()  # workers share these pages; a collection would copy them all

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from engine.job import Job
 from engine.masked import LEFT_OUT
+from engine.real.parts import on_parts
 from engine.real.passed import Pass
 from engine.real.recorder import Recorder
 from engine.settings import TOKEN_MODELS
@@ -362,7 +363,7 @@ def loss_of(output: torch.Tensor, target: torch.Tensor, per_sample: float | None
 
 def make_optimizer(job: Job, parameters) -> torch.optim.Optimizer:
     kind, settings = optimizer_of(job.spec)
-    return kind(parameters, **settings)
+    return on_parts(kind, parameters, **settings)
 
 
 def optimizer_of(spec: Spec) -> tuple[type[torch.optim.Optimizer], dict[str, float]]:

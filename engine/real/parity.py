@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from engine.job import Job
+from engine.real.parts import copy
 from engine.real.reference import Trained, by_design, one_device, simulated
-from engine.real.training import Place, Training, whole
+from engine.real.training import Place, Training, whole_of_each
 from engine.spec import Spec
 
 
@@ -96,7 +97,7 @@ class Parity:
             self.losses.append(loss)
             self.routed.append(routed)
             held = self.training.held().items()
-            self.gradients.append({name: p.grad.detach().clone() for name, p in held})
+            self.gradients.append({name: copy(p.grad) for name, p in held})
 
     def compare(self) -> None:
         """Collective: every rank calls it after step `steps - 1`. Rank 0 writes parity.json."""
@@ -135,23 +136,25 @@ class Parity:
 
     def _report(self, reference: Trained) -> dict:
         """How far what this rank holds is from a reference; collective where it holds shards."""
-        held = {name: whole(p) for name, p in self.training.held().items()}
+        mine = {
+            name: whole_of_each([parameter, *(kept[name] for kept in self.gradients)])
+            for name, parameter in self.training.held().items()
+        }
+        scales = [sizes(gradients) for gradients in reference.gradients]
         pairs = [
-            (whole(gradient), wanted[name], scale[name])
-            for kept, wanted, scale in zip(
-                self.gradients, reference.gradients, map(sizes, reference.gradients), strict=True
-            )
-            for name, gradient in kept.items()
+            (gradient, wanted[name], scale[name])
+            for name, (_, *gradients) in mine.items()
+            for gradient, wanted, scale in zip(gradients, reference.gradients, scales, strict=True)
         ]
         norms = zip(self.norms, reference.norms, strict=True)
         return {
-            "held": sorted(held),
+            "held": sorted(mine),
             "losses": self.losses,
             "routed": self.routed,
             "grad": max((relative(mine, wanted) for mine, wanted, _ in pairs), default=0.0),
             "apart": max((apart(mine, wanted, scale) for mine, wanted, scale in pairs), default=0.0),
             "norm": max((_relative_to(mine, wanted) for mine, wanted in norms if wanted), default=None),
-            "param": max((_largest(held[n] - reference.parameters[n]) for n in held), default=0.0),
+            "param": max((_largest(mine[n][0] - reference.parameters[n]) for n in mine), default=0.0),
         }
 
 

@@ -83,6 +83,24 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
+def whole_of_each(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The same of several tensors that lie alike; what is sharded travels together."""
+    first = tensors[0]
+    if not isinstance(first, DTensor):
+        return tuple(map(whole, tensors))
+    number = len(tensors)
+    return whole(
+        DTensor.from_local(
+            torch.stack([each._local_tensor for each in tensors], dim=-1),
+            first.device_mesh,
+            first.placements,
+            run_check=False,
+            shape=torch.Size((*first.shape, number)),
+            stride=(*(number * stride for stride in first.stride()), 1),
+        )
+    ).unbind(-1)
+
+
 def forget_forward(chain: nn.Module) -> None:
     """As if sharded layers had not gone forward: no backward follows.
 
