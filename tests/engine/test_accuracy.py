@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from bench.accuracy import told
 from engine.accuracy import REASONS, accuracy, by_kind, explain, shared_with, without_waiting
 from engine.finish import _step_seconds, other_cores
 from engine.plan import Mesh
@@ -197,3 +198,24 @@ def test_a_step_that_ranks_begin_when_they_like_is_that_of_a_mean_rank():
     ]
     assert _step_seconds(steps, 1, lined_up=False) == 7.0
     assert _step_seconds(steps, 1) == 4.0
+
+
+def test_what_rounds_say_of_predictions_and_of_the_machine_itself():
+    """Case a is off by +10 and +10 %, b by -20 and +25 %; measured, one run is 1.25 times the other, in both."""
+    runs = {"a": ((1.1, 1.0), (1.375, 1.25)), "b": ((0.8, 1.0), (1.0, 0.8))}
+    rounds = []
+    for i in range(2):
+        rows = {}
+        for case, each in runs.items():
+            predicted, measured = each[i]
+            rows[case] = {"predicted": predicted, "measured": measured, "error": predicted / measured - 1}
+        rounds.append({"made": 0.0, "disturbed": {"calibration": 0.0, "runs": []}, "rows": rows})
+    found = told(rounds)
+    assert found["error"] == pytest.approx({"a": 0.1, "b": 0.025})
+    assert found["median_error"] == pytest.approx(0.0625)
+    assert found["of_rounds"] == pytest.approx([0.15, 0.175])
+    assert found["floor"] == pytest.approx((0.25 + 0.2) / 2)
+    assert found["calibrations"] == pytest.approx((0.25 + 0.2) / 2)
+    assert found["one_side"] == {"a": pytest.approx(0.1)}
+    alone = told(rounds[:1])
+    assert alone["floor"] is None and alone["one_side"] == {}
