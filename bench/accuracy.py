@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 from engine import tables
-from engine.accuracy import MANY, explain, shared_with
+from engine.accuracy import explain, shared_with
 from engine.calibrate import Measuring
 from engine.cost import calibration
 from engine.launch import Launcher, start
@@ -84,7 +84,10 @@ def one_round(specs: list[Spec], *, stored: bool) -> dict[str, Any]:
         rows[case] = {**one["step"], "why": why, "other_cores": one["other_cores"], "ops": one["ops"]}
     return {
         "made": made.made,
-        "disturbed": {"calibration": made.disturbed, "runs": [case for case, one in found.items() if shared_with(one)]},
+        "disturbed": {
+            "calibration": made.was_disturbed,
+            "runs": [case for case, one in found.items() if shared_with(one)],
+        },
         "rows": rows,
     }
 
@@ -131,9 +134,14 @@ def show(found: dict[str, Any]) -> None:
         print(f"one calibration's prediction against another's {100 * found['calibrations']:.1f} %")
         print(f"* off to one side in all rounds: {len(found['one_side'])}")
     for disturbed in found["disturbed"]:
-        if disturbed["runs"] or disturbed["calibration"] > MANY * found["cores"]:
-            runs = ", ".join(disturbed["runs"]) or "no run"
-            print(f"other programs: {disturbed['calibration']:.2g} cores while it was calibrated; disturbed {runs}")
+        if disturbed["calibration"]:
+            print(
+                "other programs kept {other} of {cores} cores busy while it was calibrated".format_map(
+                    disturbed["calibration"]
+                )
+            )
+        if disturbed["runs"]:
+            print(f"other programs disturbed {', '.join(disturbed['runs'])}")
 
 
 def main() -> None:

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from engine.analysis.shares import Shares, shares
+from engine.cost.calibration import MANY
 from engine.plan import COLLECTIVES, COMPUTE, KINDS, Mesh
 from engine.timeline import Timeline
 
 SMALL = 0.03  # of a step: a difference that needs no reason
-MANY = 0.1  # of the cores: other programs that keep so many busy are worth a word
 START_UP, CONTENTION, IMBALANCE, OPS, COPIES, BETWEEN = (
     "start_up", "contention", "imbalance", "ops", "copies", "between",
 )  # fmt: skip

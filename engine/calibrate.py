@@ -18,9 +18,8 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from engine import archive
-from engine.accuracy import MANY
 from engine.calibrated import Arrival, Sample, costs, of_training, unevenness
-from engine.cost.calibration import Calibration, Cost, Curve, num_cores, this_machine
+from engine.cost.calibration import MANY, Calibration, Cost, Curve, num_cores, this_machine
 from engine.cost.local import PLAIN, Local
 from engine.job import prepare
 from engine.launch import Handle, Launcher

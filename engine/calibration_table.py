@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.accuracy import MANY
 from engine.cost.calibration import Calibration
 from engine.tables import BAR, rows, seconds
 
@@ -20,7 +19,7 @@ def calibration(made: Calibration, path: Path) -> str:
         told = seconds(value) if name.endswith("latency") else f"{value / 1e9:.3g} {'GFLOP/s' if product else 'GB/s'}"
         lines.append((name.replace("_", " "), told))
     others = f"{made.disturbed:.2g} of {made.identity.cores} cores"
-    if made.disturbed > MANY * made.identity.cores:
+    if made.was_disturbed:
         others += ": measure again when they do not"
     lines += [
         ("other programs kept busy", others),

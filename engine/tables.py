@@ -377,7 +377,9 @@ def doctor(report: dict[str, Any]) -> str:
 def calibrated(told: dict[str, Any]) -> str:
     """What the machine `local` is predicted with, and what would be better."""
     if told["source"] == "calibrated":
-        return f"of this machine, {time.strftime('%Y-%m-%d %H:%M', time.localtime(told['made']))}"
+        when = f"of this machine, {time.strftime('%Y-%m-%d %H:%M', time.localtime(told['made']))}"
+        then = "; other programs kept {other} of {cores} cores busy then: measure again"
+        return when + (then.format_map(told["disturbed"]) if told["disturbed"] else "")
     why = f": {told['refused']}" if told["refused"] else "; measure this machine's: python -m engine calibrate"
     return f"shipped ({told['cpu']}, {told['cores']} cores){why}"
 

@@ -26,6 +26,7 @@ from engine.rules import SpecError
 SHIPPED = Path(__file__).resolve().parents[1] / "data" / "calibration.json"
 VARIABLE = "LOCKSTEP_CALIBRATION"  # a file to store in and to read from; `none`: what is shipped, wherever this runs
 OLD = 90  # days
+MANY = 0.1  # of the cores: other programs that keep so many busy are worth a word
 VERSION = 2  # of what is stored
 MEMORY_DIFFERS = 0.02  # of a machine's memory, that may be more or less after a restart
 COMMAND = "python -m engine calibrate"
@@ -121,6 +122,12 @@ class Calibration:
     ops: Mapping[str, Cost]
     rates: Mapping[str, float]
     version: int = VERSION
+
+    @property
+    def was_disturbed(self) -> dict[str, Any] | None:
+        """How many of the cores (`other`, `cores`) other programs kept busy, where that was more than a tenth."""
+        many = self.disturbed > MANY * self.identity.cores
+        return {"other": f"{self.disturbed:.1f}", "cores": self.identity.cores} if many else None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"ops": {name: list(cost) for name, cost in self.ops.items()}}
@@ -249,8 +256,9 @@ def told() -> dict[str, Any]:
     found = find()
     made = found.calibration
     refused = None if found.refused is None else str(found.refused)
+    disturbed = made.was_disturbed if found.source == "calibrated" else None
     of = {"cpu": made.identity.cpu, "cores": made.identity.cores, "torch": made.identity.torch}
-    return {"source": found.source, "made": made.made, "refused": refused, **of}
+    return {"source": found.source, "made": made.made, "refused": refused, "disturbed": disturbed, **of}
 
 
 @functools.lru_cache(maxsize=4)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from streamlit.testing.v1 import AppTest
 
 import engine
 from engine import modes
+from engine.cost import calibration
+from engine.cost.calibration import SHIPPED, VARIABLE, load, store, this_machine
 from engine.job import prepare
 from engine.pictured import at_scale
 from engine.rules import RULES, SpecError
 from engine.spec import Spec
+from engine.tables import calibrated
 from tests.app.reading import keys, numbers, query, words
 from viz.figures.words import show_bytes, show_seconds
 
@@ -36,6 +41,17 @@ def test_the_first_page_shows_the_prediction_of_the_default_settings(lab: Lab):
 
 def test_nothing_is_said_of_calibrations_where_another_machine_is_predicted(lab: Lab):
     assert "python -m engine calibrate" not in words(lab("machine=h100"))
+
+
+@pytest.mark.parametrize("disturbed", [0.0, 0.6])
+def test_a_calibration_that_others_disturbed_is_told(lab: Lab, monkeypatch, tmp_path, disturbed: float):
+    here = this_machine()
+    made = replace(load(SHIPPED), identity=here, made=time.time(), disturbed=disturbed * here.cores)
+    store(made, tmp_path / "calibration.json")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "calibration.json"))
+    told = f"other programs kept {disturbed * here.cores:.1f} of {here.cores} cores busy"
+    assert (told in words(lab())) == (disturbed > 0)
+    assert (told in calibrated(calibration.told())) == (disturbed > 0)
 
 
 @pytest.mark.parametrize(

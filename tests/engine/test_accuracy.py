@@ -209,7 +209,7 @@ def test_what_rounds_say_of_predictions_and_of_the_machine_itself():
         for case, each in runs.items():
             predicted, measured = each[i]
             rows[case] = {"predicted": predicted, "measured": measured, "error": predicted / measured - 1}
-        rounds.append({"made": 0.0, "disturbed": {"calibration": 0.0, "runs": []}, "rows": rows})
+        rounds.append({"made": 0.0, "disturbed": {"calibration": None, "runs": []}, "rows": rows})
     found = told(rounds)
     assert found["error"] == pytest.approx({"a": 0.1, "b": 0.025})
     assert found["median_error"] == pytest.approx(0.0625)

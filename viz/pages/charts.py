@@ -127,7 +127,8 @@ def _say_why(result: Mapping[str, Any], shown: Shown, text: Catalogue) -> None:
 
 
 def show_calibration(text: Catalogue) -> None:
-    """That predictions for this machine are made with another's numbers, where they are."""
+    """That predictions for this machine are made with another's numbers, or with some that others disturbed, where they
+    are."""
     told = calibration.find()
     if told.source == "shipped":
         who = told.calibration.identity
@@ -135,3 +136,6 @@ def show_calibration(text: Catalogue) -> None:
         if told.refused is not None:
             words += " " + text("accuracy.refused", refused=escape(explain(text.language, told.refused)))
         st.caption(f":material/info: {words}")
+    elif disturbed := told.calibration.was_disturbed:
+        words = text("accuracy.disturbed", **disturbed, command=calibration.COMMAND)
+        st.caption(f":material/warning: {words}")
