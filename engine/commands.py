@@ -19,7 +19,18 @@ from typing import Any
 import engine
 import engine.validate.report
 import engine.validate.tables
-from engine import archive, calibration_table, checkpoints, export, modes, notation, sampling, stragglers_table, tables
+from engine import (
+    archive,
+    calibration_table,
+    checkpoints,
+    doctor_table,
+    export,
+    modes,
+    notation,
+    sampling,
+    stragglers_table,
+    tables,
+)
 from engine.analysis import stragglers, traces
 from engine.calibrate import QUICK, CalibrationError, Effort, Measuring
 from engine.cost import calibration
@@ -256,7 +267,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     except (LauncherError, TimeoutError) as error:
         report |= {"checks": {"run": False}, "error": {"message": str(error)}}
     report["ok"] = all(report["checks"].values())
-    print(json.dumps(report)) if arguments.json else print(tables.doctor(report))
+    print(json.dumps(report)) if arguments.json else print(doctor_table.doctor(report))
     return 0 if report["ok"] else 1
 
 

@@ -364,26 +364,6 @@ def runs(listed: list[dict[str, Any]]) -> str:
     return f"{'run':<44} {'made':<17} {'mode':<20} state\n" + "\n".join(lines)
 
 
-def doctor(report: dict[str, Any]) -> str:
-    packages = ", ".join(f"{name} {version or 'MISSING'}" for name, version in report["packages"].items())
-    checks = ", ".join(f"{name} {'ok' if ok else 'FAILED'}" for name, ok in report["checks"].items())
-    lines = [("python", report["python"]), ("packages", packages), ("cores", str(report["cores"]))]
-    lines += [("torch.compile", f"needs {lacking}" if (lacking := report["torch_compile_lacks"]) else "can be used")]
-    lines += [("calibration", calibrated(report["calibration"]))]
-    lines += [("gpus", str(report["gpus"])), ("ddp on 2 CPU ranks", checks)]
-    return rows(lines) + (f"\n{failure(report['error'])}" if report["error"] else "")
-
-
-def calibrated(told: dict[str, Any]) -> str:
-    """What the machine `local` is predicted with, and what would be better."""
-    if told["source"] == "calibrated":
-        when = f"of this machine, {time.strftime('%Y-%m-%d %H:%M', time.localtime(told['made']))}"
-        then = "; other programs kept {other} of {cores} cores busy then: measure again"
-        return when + (then.format_map(told["disturbed"]) if told["disturbed"] else "")
-    why = f": {told['refused']}" if told["refused"] else "; measure this machine's: python -m engine calibrate"
-    return f"shipped ({told['cpu']}, {told['cores']} cores){why}"
-
-
 def follow(handle: Handle, *, show: bool) -> None:
     """Return when the run has ended; meanwhile, on a terminal, a progress bar on standard error."""
     show = show and sys.stderr.isatty()
