@@ -138,10 +138,8 @@ def unrolled(
     before: Sequence[Op] = (),
     after: Sequence[Op] = (),
     waits: bool = False,
-    keep: bool = True,
 ) -> Ops:
-    """A rank's actions, with their messages, as the ops of its program; `before` and `after` them, other ops. `keep`:
-    whether a message's handle keeps what was sent until the step ends.
+    """A rank's actions, with their messages, as the ops of its program; `before` and `after` them, other ops.
 
     `compute`: the ops of one pass, by (kind, stage). `sizes`: bytes of the activation that leaves a stage, which are
     also those of the gradient that comes back to it. `rank_of`: the rank of a stage, its coordinate on the axis pp.
@@ -150,14 +148,12 @@ def unrolled(
     calls = [(action[:2], action.microbatch) for action in actions]
     passes = {}
     for kind, stage in dict.fromkeys(call for call, _ in calls):
-        message = _message(kind, stage, sizes, rank_of, waits=waits, keep=keep) if kind in MESSAGES else None
+        message = _message(kind, stage, sizes, rank_of, waits=waits) if kind in MESSAGES else None
         passes[kind, stage] = compute[kind, stage] if message is None else [message]
     return unroll(passes, calls, before=before, after=after)
 
 
-def _message(
-    kind: str, stage: int, sizes: Mapping[int, int], rank_of: Mapping[int, int], *, waits: bool = False, keep: bool
-) -> Op:
+def _message(kind: str, stage: int, sizes: Mapping[int, int], rank_of: Mapping[int, int], *, waits: bool) -> Op:
     verb, way = kind.split("_")
     other = other_end(kind, stage)
     size = sizes[min(stage, other)]
@@ -168,7 +164,6 @@ def _message(
         axis="pp",
         peer=rank_of[other],
         bytes=size,
-        remains=size if keep and verb == "send" and PAYLOADS[way] == "activation" else 0,
         asynchronous=verb == "send" and not waits,
     )
 

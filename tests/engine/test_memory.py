@@ -97,7 +97,9 @@ def test_the_more_stages_are_before_the_less_is_in_flight_and_gpipe_keeps_all():
     assert gpipe - ofob == (8 - 3) * 6 * 256 * 4
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"])
+@pytest.mark.parametrize(
+    "schedule", ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
+)
 def test_what_a_schedule_keeps_until_it_ends_comes_bit_by_bit(schedule):
     """On the last stage's rank, gone through action by action: what each stage has in flight, and a microbatch's output
     of 10 numbers for each forward of the last one. Its loss's logarithms go with the first half of a backward."""
@@ -222,6 +224,7 @@ CASES = {
     "halves": ("pipeline", 2, {"model": "cnn", "global_batch": 48, "schedule": "interleaved_zero_bubble"}),
     "zbv": ("pipeline", 2, MLP | {"layers": 7, "schedule": "zbv"}),
     "zbv-bf16": ("pipeline", 2, GPT | {"schedule": "zbv", "precision": "bf16"}),
+    "dualpipev-bf16": ("pipeline", 2, GPT | {"schedule": "dualpipev", "precision": "bf16"}),
     "1f1b of tensor ranks": ("hybrid", 4, GPT | {"pp": 2, "tp": 2, "schedule": "1f1b", "microbatches": 8}),
     "sharded stages": ("hybrid", 4, GPT | {"pp": 2, "fsdp": 2, "schedule": "interleaved_1f1b", "accumulate": 2}),
     "replicas of stages": ("hybrid", 4, GPT | {"pp": 2, "dp": 2, "schedule": "1f1b", "accumulate": 2}),

@@ -50,12 +50,14 @@ def in_stages(
         passes: Passes = {}
         split = any(action.kind in ("backward_input", "backward_weight") for action in rows[rank])
         for stage in stages:
-            passes |= _passes(job, mesh, layers, stage, made[stage], seat, blocks, split=split)
+            known = {"split": split, "local": stage + 1 in stages}
+            passes |= _passes(job, mesh, layers, stage, made[stage], seat, blocks, **known)
         row = _gathering_first(rows[rank], passes) if spec.schedule in ONE_STAGE else rows[rank]
         apart = job.routed is not None and job.degree("ep") > 1
         if apart:
             for stage, turn in product(stages, range(spec.microbatches * job.microsteps)):
-                of_turn = _passes(job, mesh, layers, stage, made[stage], seat, blocks, turn=turn, split=split)
+                known = {"turn": turn, "split": split, "local": stage + 1 in stages}
+                of_turn = _passes(job, mesh, layers, stage, made[stage], seat, blocks, **known)
                 passes |= {(_turned(kind, turn), stage): ops for (kind, stage), ops in of_turn.items()}
         before = [replace(op, part=tokens_of(job, seat)) for op in load(job, stages, pipelines)]
         sums = [] if is_shared(mesh) else [op for stage in stages for op in passes["sums", stage]]
@@ -63,9 +65,7 @@ def in_stages(
         def unrolled(row: Sequence[Action], passes=passes, apart=apart, **ends: Sequence[Op]) -> Sequence[Op]:
             if apart:
                 row = [action._replace(kind=_turned(action.kind, action.microbatch)) for action in row]
-            keep = not spec.master_weights and spec.schedule not in ONE_STAGE
-            known = {"waits": spec.overlap is False, "keep": keep}
-            return messages.unrolled(row, passes, sizes, rank_of, **ends, **known)
+            return messages.unrolled(row, passes, sizes, rank_of, **ends, waits=spec.overlap is False)
 
         def ops(update: Sequence[Op], row=row, unrolled=unrolled, before=before, sums=sums) -> Sequence[Op]:
             return in_microsteps(job, row, unrolled, before, [*sums, *update])
@@ -123,9 +123,10 @@ def _passes(
     *,
     turn: int = 0,
     split: bool,
+    local: bool,
 ) -> Passes:
-    """What a stage does for a microbatch, and once in a step; `split`: of a backward its halves, too. The runtime of
-    schedules gathers a stage in the background."""
+    """What a stage does for a microbatch, and once in a step; `split`: of a backward its halves, too; `local`: the next
+    stage is on the same rank. The runtime of schedules gathers a stage in the background."""
     layers = [whole[i] for i in job.stage_layers[stage]]
     is_sent = stage < len(job.stages) - 1
 
@@ -135,11 +136,12 @@ def _passes(
 
     cut = units(sent=is_sent)
     if not job.spec.master_weights:
-        if not is_sent:  # PyTorch keeps the outputs of all microbatches
+        several = job.spec.schedule not in ONE_STAGE
+        if is_sent and several:  # its output is kept by its message, or by who gets it (`beside`)
+            cut[-1] = replace(cut[-1], forward=_without(cut[-1].forward, sent))
+        if not is_sent or (several and not local):  # and of a last stage by the schedule: those of all microbatches
             *ahead, last = cut[-1].forward
             cut[-1] = replace(cut[-1], forward=(*ahead, replace(last, remains=sent)))
-        elif job.spec.schedule not in ONE_STAGE:  # its output is kept by who gets it (`beside`)
-            cut[-1] = replace(cut[-1], forward=_without(cut[-1].forward, sent))
     gathers = [[*gather(unit.layer, job, mesh)] for unit in cut]
     passes: Passes = {
         ("forward", stage): [op for unit in cut for op in unit.forward],

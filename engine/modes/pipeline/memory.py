@@ -3,8 +3,8 @@
 Each activation and each gradient has a place to be received in, for every microbatch. What comes from a stage on the
 same rank is kept itself, in that place, until the next step's comes. The outputs of a last stage are there until its
 schedule ends, in the plan from the forward that makes them (`passes`). What was sent is held by the handle of its
-message: in schedules of several stages until the schedule ends (there a send keeps it, in the plan), in 1F1B that of
-the last warm-up forward but one.
+message: in schedules of several stages until the schedule ends (so in `passes` too), in 1F1B that of the last warm-up
+forward but one.
 """
 
 from collections.abc import Sequence

@@ -43,9 +43,10 @@ def passes_of(job: Job, stages: Sequence[int], pipelines: list[range]) -> dict[t
     for stage in stages:
         is_last = any(stage == pipeline[-1] for pipeline in pipelines)
         forward, backward = forward_and_backward(job, stage, is_last=is_last)
-        if not is_last and not job.spec.master_weights:  # its output is kept by who gets it (`beside`)
+        if not is_last and not job.spec.master_weights:  # kept by its message, or by who gets it (`beside`)
             output = job.stages[stage][-1].output_bytes * samples_of(job)
-            forward[-1] = replace(forward[-1], saved=forward[-1].saved - output)
+            sent = 0 if stage + 1 in stages else output
+            forward[-1] = replace(forward[-1], saved=forward[-1].saved - output, remains=sent)
         passes |= {("forward", stage): forward, ("backward", stage): backward}
         _, stays = forward_and_backward(job, stage, is_last=is_last, stays=stage not in firsts)
         passes |= halves(job, forward, stays, job.stages[stage][-1], stage, first=stage in firsts)

@@ -35,9 +35,7 @@ def plan(job: Job, step: int) -> Plan:
             stages = placement[rank]
             passes, before = passes_of(job, stages, pipelines), load(job, stages, pipelines)
             after = [*_exchange(job, stages, pipelines), *_update(job, stages)]
-            unrolled = partial(
-                messages.unrolled, compute=passes, sizes=sizes, rank_of=rank_of, keep=not spec.master_weights
-            )
+            unrolled = partial(messages.unrolled, compute=passes, sizes=sizes, rank_of=rank_of)
             ops.append(in_microsteps(job, row, unrolled, before, after))
     programs = []
     for rank, stages in enumerate(placement):
