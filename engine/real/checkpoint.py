@@ -78,9 +78,11 @@ def restore(
         keys = [key.removeprefix(prefix) for key in saved if key.startswith(prefix)] if parameter in parts else []
         for key in keys:
             entry, part = saved[prefix + key], parts[parameter]
-            is_alike = entry.size == parameter.shape  # cut as the parameter is; a count of steps is not
+            # Cut as the parameter is, and of its precision, which another run may have had otherwise; a count of steps
+            # is neither.
+            is_alike = entry.size == parameter.shape
             own.state[part][key] = value = (
-                torch.zeros_like(part, dtype=entry.properties.dtype, requires_grad=False)
+                torch.zeros_like(part, requires_grad=False)
                 if is_alike
                 else torch.zeros(entry.size, dtype=entry.properties.dtype)
             )

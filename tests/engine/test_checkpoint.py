@@ -90,6 +90,25 @@ def saved(launcher, tmp_path_factory):
 
 
 @pytest.mark.real
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_moments_are_of_the_precision_of_the_training_that_goes_on(precision, saved):
+    """Not of the one that was saved, or twice as much would be kept as was planned, or half of it."""
+    pytest.importorskip("torch")
+    from engine.real import checkpoint, models
+
+    runs_dir, whole = saved
+    resumed = {"resume": f"{whole['run_id']}:2", "precision": precision, "optimizer": "adamw"}
+    job = prepare(Spec(mode="single", devices=1, steps=4, **resumed, **MLP))
+    model = models.build(job)
+    optimizer, held = models.make_optimizer(job, model.parameters()), dict(model.named_parameters())
+    checkpoint.restore(runs_dir / "this", job, held, optimizer, alone=True)
+    for parameter in held.values():
+        moments = [value for value in optimizer.state[parameter].values() if value.shape == parameter.shape]
+        assert len(moments) == 2
+        assert all(moment.dtype == parameter.dtype and moment.any() for moment in moments)
+
+
+@pytest.mark.real
 def test_without_its_moments_or_with_another_batch_a_training_goes_on_otherwise(saved):
     """The negative control: what a checkpoint holds beside the weights, and where the data goes on, is seen."""
     torch = pytest.importorskip("torch")

@@ -74,7 +74,7 @@ def test_names_may_have_dashes_or_underscores_but_not_both():
     assert Spec.from_params({"global_batch": "32"}) == Spec(global_batch=32)
     with pytest.raises(SpecError) as refused:
         Spec.from_dict({"global-batch": 32, "global_batch": 64})
-    assert refused.value.code == "exclusive"
+    assert refused.value.code == "given_twice"
 
 
 def test_an_unknown_key_is_refused_with_those_that_are_like_it():
