@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from engine.schedules.rules import Requirement, insist, stages_a_rank
+from engine.schedules.rules import Requirement, insist, room, stages_a_rank
 
 LOOP, V_SHAPE = "loop", "v"
 
@@ -66,9 +66,11 @@ def order(schedule: str, num_ranks: int, num_microbatches: int, stages_per_rank:
 
 
 def check(schedule: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Requirement | None:
-    """The first of the schedule's own rules that these numbers break, with the nearest values that keep it; or None."""
+    """The first of the schedule's own rules, and of any plan's, that these numbers break, with the nearest values that
+    keep it; or None."""
     broken = _broken_stages(schedule, stages_per_rank)
-    return broken or _module(schedule).broken_rule(num_ranks, stages_per_rank, num_microbatches)
+    broken = broken or _module(schedule).broken_rule(num_ranks, stages_per_rank, num_microbatches)
+    return broken or room(num_ranks * stages_per_rank, num_microbatches)
 
 
 def placement(schedule: str, num_ranks: int, stages_per_rank: int = 1) -> list[tuple[int, ...]]:

@@ -19,7 +19,10 @@ SENTENCES = {
     "it is {value}.",
     "two_way_microbatches": "The schedule {schedule} shares microbatches between two pipelines: they must be even, and "
     "at least twice the devices ({devices}); microbatches is {value}.",
+    "forwards_of_plan": "A plan has room for {limit} forwards in a step, and {stages} stages have one for each "
+    "microbatch; microbatches is {value}.",
 }
+MOST_FORWARDS = 2**20  # in a step, of all stages: 16 stages of 65,536 microbatches take some 8 s and 2 GB
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,15 @@ def two_ways(schedule: str, num_ranks: int, num_microbatches: int) -> Requiremen
         values = {"schedule": schedule, "devices": num_ranks}
         return Requirement("two_way_microbatches", "microbatches", num_microbatches, suggest, values)
     return None
+
+
+def room(num_stages: int, num_microbatches: int) -> Requirement | None:
+    """Every op of a step is planned, one by one."""
+    if num_stages * num_microbatches <= MOST_FORWARDS:
+        return None
+    values = {"limit": f"{MOST_FORWARDS:,}", "stages": num_stages}
+    suggest = (max(1, MOST_FORWARDS // num_stages),)
+    return Requirement("forwards_of_plan", "microbatches", num_microbatches, suggest, values)
 
 
 def num_rounds(num_ranks: int, num_microbatches: int) -> int:

@@ -297,6 +297,7 @@ def test_interleaved_schedules_go_in_whole_rounds():
         (("dualpipe", 1, 2, 8), "two_way_devices", (2, 4)),
         (("dualpipe", 4, 2, 9), "two_way_microbatches", (8, 10, 12)),
         (("dualpipe", 4, 2, 6), "two_way_microbatches", (8, 10, 12)),
+        (("gpipe", 512, 1, 65_536), "forwards_of_plan", (2_048,)),
     ],
 )
 def test_a_broken_rule_says_what_would_keep_it(size, code, suggest):
