@@ -8,6 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,9 +39,16 @@ def call(capsys, *words: str) -> tuple[int, str, str]:
     return status, out, err
 
 
-def engine_process(*words: str, program: tuple[str, ...] = ("-m", "engine"), **options) -> subprocess.Popen:
-    command = [sys.executable, *program, *words]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+@contextmanager
+def engine_process(*words: str, program: tuple[str, ...] = ("-m", "engine"), **options) -> Iterator[subprocess.Popen]:
+    """As from a terminal: where tests themselves run in the background, Ctrl-C is ignored by all that they start."""
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    command, piped = [sys.executable, *program, *words], dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, cwd=ROOT, **piped, text=True, preexec_fn=heeds, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_simulate_prints_one_object_with_the_numbers(capsys):
