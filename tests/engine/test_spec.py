@@ -135,6 +135,12 @@ JOINED = [
     ({"mode": "pipeline", "schedule": "dualpipe", "devices": "5"}, "two_way_devices", "devices"),
     ({"mode": "pipeline", "schedule": "dualpipe", "devices": "6"}, "too_many_stages", "devices"),
     ({"mode": "pipeline", "schedule": "dualpipe", "microbatches": "2"}, "two_way_microbatches", "microbatches"),
+    (
+        {"mode": "pipeline", "model": "gpt3_175b", "machine": "h100", "devices": "96"}
+        | {"microbatches": "16384", "global-batch": "16384"},
+        "forwards_of_plan",
+        "microbatches",
+    ),
     ({"mode": "pipeline", "schedule": "zbv", "split": "2,2"}, "split_sum", "split"),
     ({"mode": "pipeline", "split": "1,1"}, "split_sum", "split"),
     ({"mode": "pipeline", "split": "4"}, "split_sum", "split"),
