@@ -222,10 +222,10 @@ def trainings(asked: dict, folder: Path, rank: int, world_size: int) -> tuple[di
             )
             training = modes.run(job.spec.mode).training(job, place)
             mark_updates(training.optimizer, recorder)
-            checked = Parity(job, place, training), Targets(job, place)
+            checked = training.held(), Parity(job, place, training), Targets(job, place)
             with (place_of / f"rank{rank}.steps.jsonl").open("w", encoding="utf-8") as steps:
                 for step in range(job.steps):  # as in a run, where each line is written when its step is done
-                    steps.write(json.dumps(worker._one_step(job, place, training, *checked, step)) + "\n")
+                    steps.write(json.dumps(worker.one_step(job, place, training, *checked, step)) + "\n")
                     steps.flush()
             recorder.flush()
             kept.append(training)

@@ -75,7 +75,7 @@ def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") 
                 if faults.of_rank(fault, rank, step) == "leave":
                     recorder.flush()
                     return training
-                line = _one_step(job, place, training, held, parity, targets, step)
+                line = one_step(job, place, training, held, parity, targets, step)
                 done = job.first_step + step + 1
                 if job.spec.evaluate_every is not None and done % job.spec.evaluate_every == 0:
                     recorder.doing = "evaluation"
@@ -127,7 +127,7 @@ def _leave(recorder: Recorder) -> None:
     os._exit(128 + signal.SIGTERM)
 
 
-def _one_step(
+def one_step(
     job: Job,
     place: Place,
     training: Training,
