@@ -30,7 +30,7 @@ COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "
 LINKS = (*COLLECTIVE_KINDS, "send")
 SIZES = (64, 16_384, 131_072, 1_048_576, 4_194_304)
 PASSES = 2  # over all sizes, so that what disturbs the machine for a moment is not all that is seen of one
-ENOUGH = 27.0  # seconds: as long as no more would have gone by, what other programs disturbed is measured once more
+ENOUGH = 26.0  # seconds: as long as no more would have gone by, what other programs disturbed is measured once more
 LIMIT = 600.0  # seconds after which a measurement is given up
 
 _SMALL = {"gpt": {"layers": 2, "hidden": 16, "heads": 2, "context": 16}, "mlp": {"layers": 2, "hidden": 16}}
@@ -68,13 +68,13 @@ class CalibrationError(RuntimeError):
 class Effort:
     """How long to look: `steps` of a training, `budget` seconds of a product or a collective, ranks to try."""
 
-    steps: int = 7
-    budget: float = 0.04
+    steps: int = 6
+    budget: float = 0.035
     ranks: tuple[int, ...] = (2, 4)
     modes: tuple[str, ...] | None = None  # None: all
 
 
-QUICK = Effort(steps=6, budget=0.004, ranks=(2,), modes=("ddp",))
+QUICK = Effort(budget=0.004, ranks=(2,), modes=("ddp",))
 
 
 class Part(NamedTuple):
