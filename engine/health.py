@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 LEAST_STEPS = 20  # for a slope; before that memory grows since things are made for the first time
+# And so long it does too: the recorder writes down what it has seen once a second.
+SETTLED = 1.5  # seconds
 Rows = Sequence[dict[str, Any]]  # of one rank, a dictionary a finished step
 
 
@@ -17,12 +19,14 @@ def local_losses(steps: Sequence[Rows], done: int) -> list[list[float | None]]:
 
 
 def memory_growth(rows: Rows) -> float | None:
-    """Bytes that a rank's resident memory grows by in 100 steps: the slope over the second half of its steps."""
-    resident = [row["resident"] for row in rows if "resident" in row]
-    if len(resident) < LEAST_STEPS:
+    """Bytes that a rank's resident memory grows by in 100 steps: the slope over the second half of its steps, without
+    those of the first moments. None where too few are left."""
+    rows = [row for row in rows if "resident" in row]
+    settled = [row for row in rows[len(rows) // 2 :] if row["start"] >= rows[0]["start"] + SETTLED]
+    if len(rows) < LEAST_STEPS or len(settled) < LEAST_STEPS // 2:
         return None
-    late = resident[len(resident) // 2 :]
-    return 100 * float(np.polyfit(np.arange(len(late)), np.array(late, dtype=float), 1)[0])
+    resident = np.array([row["resident"] for row in settled], dtype=float)
+    return 100 * float(np.polyfit(np.arange(len(resident)), resident, 1)[0])
 
 
 def repeated_orders(steps: Sequence[Rows]) -> list[dict[str, int]]:

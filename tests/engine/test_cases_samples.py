@@ -118,14 +118,18 @@ def test_an_order_is_repeated_within_a_rank_and_across_its_epochs_only():
 
 
 def test_memory_growth_is_the_slope_of_the_second_half():
-    rows = [{"resident": 1000 * min(step, 100) + 7 * step} for step in range(200)]
+    """Of 200 steps, after 100 of which nothing is made for the first time; and of those that began late enough."""
+    rows = [{"start": 5 + 0.1 * step, "resident": 1000 * min(step, 100) + 7 * step} for step in range(200)]
     assert memory_growth(rows) == pytest.approx(700.0)
     assert memory_growth(rows[:19]) is None
+    once = [{"start": 0.005 * step, "resident": 9_000_000 * (step > 200) + 7 * step} for step in range(400)]
+    assert memory_growth(once) == pytest.approx(700.0)  # the first second's spans were written after 200 steps
+    assert memory_growth(once[:305]) is None  # four steps began after a second and a half
 
 
 @pytest.mark.real
 def test_memory_does_not_grow_with_the_steps(launcher, runs_dir):
     """lepard#12, pytorch#13246: less than a megabyte in a hundred steps, on every rank."""
-    spec = Spec(mode="ddp", devices=2, model="mlp", hidden=16, global_batch=16, steps=400, device="cpu")
+    spec = Spec(mode="ddp", devices=2, model="mlp", hidden=16, global_batch=16, steps=2000, device="cpu")
     growth = start(spec, runs_dir=runs_dir, launcher=launcher).result(timeout=120)["memory_growth"]
     assert len(growth) == 2 and all(one < 1e6 for one in growth), growth
