@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.analysis.stragglers import Inside
 from viz import theme
+from viz.figures.bars import bars_layout, idle_marker
 from viz.figures.words import Text, show_seconds, unit_of
 
 if TYPE_CHECKING:
@@ -32,39 +33,14 @@ def plot_late(inside: Sequence[Inside], text: Text) -> go.Figure:
         data.append({
             "type": "bar", "orientation": "h", "name": name, "width": 0.66, "y": places,
             "x": [float(f"{value / size:.5g}") for value in seconds],
-            "marker": {
-                "color": look.colour, "line": {"color": theme.GROUND, "width": 1}, "opacity": 0.75,
-                "pattern": {
-                    "shape": look.pattern, "bgcolor": look.colour, "fgcolor": look.ink, "fgopacity": 0.3,
-                    "size": 7, "solidity": 0.2,
-                },
-            },
+            "marker": idle_marker(look),
             "hovertext": [
                 f"{text('figure.rank', rank=one.rank)} · {name}: {show_seconds(value)}"
                 for one, value in zip(drawn, seconds, strict=True)
             ],
             "hoverinfo": "text",
         })  # fmt: skip
-    notes = []
-    if len(drawn) < len(inside):
-        words = text("figure.not_drawn", drawn=len(drawn), total=len(inside))
-        notes = [{"text": words, "showarrow": False, "xref": "paper", "yref": "paper", "x": 0, "y": 0,
-                  "yshift": -58, "xanchor": "left"}]  # fmt: skip
-    layout = theme.layout(
-        height=62 + 28 * len(drawn) + (34 if notes else 0),
-        barmode="stack",
-        showlegend=True,
-        margin={"b": 70 if notes else 36},
-        xaxis={"ticksuffix": f" {unit}", "nticks": 7, "showline": True, "linecolor": theme.LINE, "rangemode": "tozero"},
-        yaxis={
-            "tickvals": places,
-            "ticktext": [text("figure.rank", rank=one.rank) for one in drawn],
-            "range": [len(drawn) - 0.5, -0.5],
-            "automargin": True,
-            "ticks": "outside",
-            "ticklen": 8,
-            "tickcolor": "rgba(0,0,0,0)",
-        },
-        annotations=notes,
-    )
+    note = text("figure.not_drawn", drawn=len(drawn), total=len(inside)) if len(drawn) < len(inside) else ""
+    names = [text("figure.rank", rank=one.rank) for one in drawn]
+    layout = bars_layout(names, thick=28, unit=unit, note=note, rangemode="tozero")
     return go.Figure({"data": data, "layout": layout})

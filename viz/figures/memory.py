@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.cost.memory import CATEGORIES
 from viz import theme
+from viz.figures.bars import bars_layout
 from viz.figures.words import Text, show_bytes, size_unit
 
 if TYPE_CHECKING:
@@ -87,28 +88,8 @@ def plot_memory(info: MemoryInfo, text: Text) -> go.Figure:
             })  # fmt: skip
             below = [a + b for a, b in zip(below, held, strict=True)]
     names = [text("figure.rank", rank=r.first) if r.first == r.last else _ranks(r, text) for r in info.rows]
-    notes = []
-    if info.hidden:
-        words = text("figure.not_drawn", drawn=info.ranks - info.hidden, total=info.ranks)
-        notes = [{"text": words, "showarrow": False, "xref": "paper", "yref": "paper", "x": 0, "y": -0.02,
-                  "yshift": -46, "xanchor": "left"}]  # fmt: skip
-    layout = theme.layout(
-        height=62 + (64 if both else 44) * max(1, len(names)) + (34 if info.hidden else 0),
-        barmode="overlay",
-        showlegend=True,
-        margin={"b": 70 if info.hidden else 36},
-        xaxis={"ticksuffix": f" {unit}", "nticks": 7, "showline": True, "linecolor": theme.LINE, "rangemode": "tozero"},
-        yaxis={
-            "tickvals": list(range(len(names))),
-            "ticktext": names,
-            "range": [len(names) - 0.5, -0.5],
-            "automargin": True,
-            "ticks": "outside",
-            "ticklen": 8,
-            "tickcolor": "rgba(0,0,0,0)",
-        },
-        annotations=notes,
-    )
+    note = text("figure.not_drawn", drawn=info.ranks - info.hidden, total=info.ranks) if info.hidden else ""
+    layout = bars_layout(names, thick=64 if both else 44, unit=unit, note=note, barmode="overlay", rangemode="tozero")
     return go.Figure({"data": data, "layout": layout})
 
 

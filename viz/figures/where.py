@@ -10,6 +10,7 @@ from engine.analysis.idle import CAUSES, Idle, seconds_by_cause
 from engine.analysis.ran import Ran
 from engine.plan import COMPUTE
 from viz import theme
+from viz.figures.bars import bars_layout, idle_marker
 from viz.figures.words import Text, op_name, show_seconds, unit_of
 
 if TYPE_CHECKING:
@@ -69,14 +70,8 @@ def plot_where(info: WhereInfo, text: Text) -> go.Figure:
     data = []
     for column, (name, look, idle) in enumerate(looks):
         seconds = [row.seconds[column] for row in info.rows]
-        marker = {"color": look.colour, "line": {"color": theme.GROUND, "width": 1}}
-        if idle:  # fainter than work, on a light ground and on a dark one
-            marker["opacity"] = 0.75
-        if idle and look.pattern:
-            marker["pattern"] = {
-                "shape": look.pattern, "bgcolor": look.colour, "fgcolor": look.ink, "fgopacity": 0.3,
-                "size": 7, "solidity": 0.2,
-            }  # fmt: skip
+        work = {"color": look.colour, "line": {"color": theme.GROUND, "width": 1}}
+        marker = idle_marker(look) if idle else work
         data.append({
             "type": "bar", "orientation": "h", "name": name, "width": 0.66, "marker": marker,
             "x": [_round(value / size) for value in seconds], "y": places,
@@ -84,31 +79,10 @@ def plot_where(info: WhereInfo, text: Text) -> go.Figure:
             "hoverinfo": "text",
         })  # fmt: skip
     drawn = sum(row.ranks for row in info.rows)
-    notes = []
-    if drawn < info.total:
-        words = text("figure.not_drawn", drawn=drawn, total=info.total)
-        notes = [{"text": words, "showarrow": False, "xref": "paper", "yref": "paper", "x": 0, "y": 0,
-                  "yshift": -58, "xanchor": "left"}]  # fmt: skip
-    layout = theme.layout(
-        height=62 + 40 * max(1, len(places)) + (28 if notes else 0),
-        barmode="stack",
-        showlegend=True,
-        margin={"b": 78 if notes else 36},
-        xaxis={"ticksuffix": f" {unit}", "nticks": 7, "showline": True, "linecolor": theme.LINE,
-               "range": [0, _round(info.makespan / size) or 1]},
-        yaxis={
-            "tickvals": places,
-            "ticktext": [
-                text("figure.rank", rank=row.rank) + (f" ×{row.ranks}" if row.ranks > 1 else "") for row in info.rows
-            ],
-            "range": [max(1, len(places)) - 0.5, -0.5],
-            "automargin": True,
-            "ticks": "outside",
-            "ticklen": 8,
-            "tickcolor": "rgba(0,0,0,0)",
-        },
-        annotations=notes,
-    )  # fmt: skip
+    note = text("figure.not_drawn", drawn=drawn, total=info.total) if drawn < info.total else ""
+    names = [text("figure.rank", rank=row.rank) + (f" ×{row.ranks}" if row.ranks > 1 else "") for row in info.rows]
+    longest = _round(info.makespan / size) or 1
+    layout = bars_layout(names, thick=40, unit=unit, note=note, range=[0, longest])
     return go.Figure({"data": data, "layout": layout})
 
 

@@ -16,7 +16,7 @@ from viz.locales import Catalogue
 from viz.pages.comparison import mark, show_comparison
 from viz.pages.live import state_badge
 from viz.pages.numbers import NOTHING, duration
-from viz.pages.settings import show_language
+from viz.pages.settings import show_head
 from viz.pages.state import Asked, act, read_url, write_url
 
 PAGE = 12  # rows
@@ -28,10 +28,7 @@ def show(runs_dir: Path, lab: st.Page) -> None:
     asked = read_url("runs")
     write_url(asked)
     text = locales.text(asked.language)
-    title, switch = st.columns([4, 1], vertical_alignment="center")
-    title.markdown(f"## {text('runs.title')}")
-    with switch:
-        show_language(asked)
+    show_head(asked, text("runs.title"))
     own = archive.list_runs(runs_dir)
     recorded = archive.list_runs(runs_dir / archive.GALLERY)
     if len(own) + len(recorded) > 1:

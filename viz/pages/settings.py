@@ -100,6 +100,14 @@ def show_language(asked: Asked) -> None:
     )
 
 
+def show_head(asked: Asked, title: str) -> None:
+    """The head of a page that has no settings: its title, and the language switch beside it."""
+    left, right = st.columns([4, 1], vertical_alignment="center")
+    left.markdown(f"## {title}")
+    with right:
+        show_language(asked)
+
+
 def show_settings(asked: Asked, job: Job, error: SpecError | None, text: Catalogue) -> None:
     """`job` is what is drawn, and gives what is not set its default; `error` is why it is not what was asked for."""
     wrong_here = error.setting if error is not None else None

@@ -26,7 +26,7 @@ from viz.figures.words import show_error
 from viz.locales import Catalogue
 from viz.locales.engine import phrase
 from viz.pages.numbers import NOTHING
-from viz.pages.settings import escape, show_language
+from viz.pages.settings import escape, show_head
 from viz.pages.state import read_url, write_url
 
 if TYPE_CHECKING:
@@ -47,10 +47,7 @@ def show() -> None:
     write_url(asked)
     text, kept = locales.text(asked.language), _kept()
     player.load()
-    title, switch = st.columns([4, 1], vertical_alignment="center")
-    title.markdown(f"## {text('validated.title')}")
-    with switch:
-        show_language(asked)
+    show_head(asked, text("validated.title"))
     _show_lead(kept, text)
     left, right = st.columns(2, gap="large")
     with left:
