@@ -219,10 +219,7 @@ def export_run(arguments: argparse.Namespace) -> int:
 
 def find_stragglers(arguments: argparse.Namespace) -> int:
     """Say who comes last to each collective and message, from the profiler traces of all ranks"""
-    try:
-        seen = traces.communications(arguments.traces)
-    except ValueError as error:
-        raise SpecError("bad_traces", "traces", str(error)) from None
+    seen = traces.communications(arguments.traces)
     found = stragglers.late(seen.calls)
     columns = zip(seen.names, seen.ends, *(c.tolist() for c in (found.last, found.waited, found.longest)), strict=True)
     each = [

@@ -165,7 +165,17 @@ RULES = {
     "some are masked (masked).",
     "no_run": "There is no run with the id {value}.",
     "not_recorded": "The run {value} has no timeline: it has not ended, or nothing was recorded.",
-    "bad_traces": "Collectives cannot be read from these traces, one file a rank: {value}.",
+    "no_trace": "A trace has a list traceEvents; {value} has none.",
+    "trace_unreadable": "{value} cannot be read: {error}.",
+    "trace_too_large": "A trace must not be larger than {most}; {value} is.",
+    "trace_of_no_rank": "A trace must say of which rank it is (distributedInfo); {value} does not.",
+    "trace_twice": "There must be one trace a rank; {value} is a second file of rank {rank}.",
+    "trace_silent": "There are no collectives or messages in these traces.",
+    "trace_alone": "Traces must be of all ranks: of no communication in these files are two ranks there.",
+    "trace_counts": "Ranks must have taken part in the same collectives or messages, or they cannot be matched; among "
+    "ranks {among} there are, by rank, {value}.",
+    "trace_times": "What is in a trace must end no earlier than it begins, at a finite time; of rank {value} something "
+    "does not.",
     "cannot_write": "The file given as {setting} cannot be written: {value}.",
     "no_place_for_runs": "The folder of runs ({setting}) must be one that can be written; {value}.",
     "bad_result": "The result of the run {value} cannot be read: it is damaged, or of another version.",

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.analysis.stragglers import Calls
+from engine.rules import SpecError
 
 KERNELS, MARKS = ("nccl", "rccl"), "gloo:"
 MESSAGE = "message"
@@ -46,26 +47,28 @@ class Seen(NamedTuple):
 
 
 def communications(paths: Sequence[str | Path]) -> Found:
-    """Times in seconds from the first. ValueError, in a sentence, for files that are no traces, that are of one rank,
-    or whose ranks did not do the same."""
+    """Times in seconds from the first. SpecError for files that are no traces, that are of one rank, or whose ranks did
+    not do the same."""
     found: dict[int, list[Seen]] = {}
     for path in paths:
         trace = _read(Path(path))
         info = trace.get("distributedInfo")
         rank = info.get("rank") if isinstance(info, dict) else None
         if not isinstance(rank, int):
-            raise ValueError(f"{path} does not say of which rank it is (distributedInfo)")
+            raise SpecError("trace_of_no_rank", "traces", str(path))
         if rank in found:
-            raise ValueError(f"{path} is a second file of rank {rank}")
+            raise SpecError("trace_twice", "traces", str(path), rank=rank)
         found[rank] = sorted(_communication(trace["traceEvents"]), key=lambda seen: seen.start)
     if not any(found.values()):
-        raise ValueError("there are no collectives in these files")
+        raise SpecError("trace_silent", "traces")
     calls = _matched(found)
     unmatched = sum(map(len, found.values())) - sum(len(members) for _, members in calls)
     rows = [
         (i, rank, seen.start, seen.duration) for i, (_, members) in enumerate(calls) for rank, seen in members.items()
     ]
     call, of_rank, came, took = (np.array(column) for column in zip(*rows, strict=True))
+    if not (np.isfinite(came) & np.isfinite(took) & (took >= 0)).all():
+        raise SpecError("trace_times", "traces", int(of_rank[~(np.isfinite(came + took) & (took >= 0))][0]))
     first = came.min()  # taken away first: microseconds of Unix time are too large to multiply without loss
     came = came - first
     return Found(
@@ -90,17 +93,17 @@ def _matched(found: dict[int, list[Seen]]) -> list[tuple[tuple, dict[int, Seen]]
     for group, members in groups.items():
         counts = {rank: len(each) for rank, each in members.items()}
         if len(set(counts.values())) > 1:
-            of = f" ({_called(group)})" if group else ""
-            raise ValueError(f"ranks have different numbers of collectives{of}, so they cannot be matched: {counts}")
+            raise SpecError("trace_counts", "traces", counts, among=_ranks(group, members))
         if len(members) > 1:
             calls += [(group, dict(zip(members, same, strict=True))) for same in zip(*members.values(), strict=True)]
     if not calls:
-        raise ValueError("of no communication in these files are two ranks there")
+        raise SpecError("trace_alone", "traces")
     return sorted(calls, key=lambda call: min(seen.start for seen in call[1].values()))
 
 
-def _called(group: tuple) -> str:
-    return f"messages from rank {group[1]} to rank {group[2]}" if group[0] == MESSAGE else f"of ranks {group[1]}"
+def _ranks(group: tuple, members: dict[int, list[Seen]]) -> str:
+    """The ends of a message, or the ranks of a group as its processes called it; where nothing is told, all ranks."""
+    return f"{group[1]} → {group[2]}" if group[:1] == (MESSAGE,) else str(group[1] if group else sorted(members))
 
 
 def _read(path: Path) -> dict:
@@ -108,12 +111,12 @@ def _read(path: Path) -> dict:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             text = file.read(MOST_BYTES + 1)
         if len(text) > MOST_BYTES:
-            raise ValueError(f"{path} holds more than {MOST_BYTES / 1e9:.0f} GB")
+            raise SpecError("trace_too_large", "traces", str(path), most=f"{MOST_BYTES / 1e9:.0f} GB")
         trace = json.loads(text)
     except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        raise SpecError("trace_unreadable", "traces", str(path), error=str(error)) from None
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
-        raise ValueError(f"{path} is no trace: it has no list traceEvents")
+        raise SpecError("no_trace", "traces", str(path))
     return trace
 
 

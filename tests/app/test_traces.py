@@ -52,8 +52,28 @@ def test_the_rank_that_comes_last_is_named(language: str, blamed: str, time: str
     assert waiting["x"] == [21.0, 18.0, 0.0] and transfer["x"] == [3.0, 3.0, 3.0]
 
 
-def test_what_is_no_trace_is_refused_by_the_name_that_it_has(tmp_path):
-    app = AppTest.from_function(page, args=("en",), default_timeout=30).run()
-    app.file_uploader[0].set_value([("notes.json", b"{}", "application/json")]).run()
+BACKWARDS = {"ph": "X", "name": "gloo:all_reduce", "ts": 5, "dur": -1}
+WRONG = {
+    "no_trace": ([b"{}"], "A trace has a list traceEvents; notes0.json has none.", "notes0.json 没有"),
+    "unreadable": ([b"{"], "notes0.json cannot be read", "无法读取 notes0.json"),
+    "twice": ([trace(0, [1]), trace(0, [1])], "notes1.json is a second file of rank 0", "notes1.json 是 rank 0"),
+    "counts": ([trace(0, [1]), trace(1, [1, 2])], "among ranks [0, 1]", "在 rank [0, 1] 之间"),
+    "alone": ([trace(0, [1])], "are two ranks there", "两个 rank 在场"),
+    "times": (
+        [json.dumps({"distributedInfo": {"rank": r}, "traceEvents": [BACKWARDS]}).encode() for r in range(2)],
+        "of rank 0 something does not",
+        "rank 0 有一项不是这样",
+    ),
+}
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_trace_is_refused_by_the_name_that_it_has(case: str, language: str):
+    files, *said = WRONG[case]
+    app = AppTest.from_function(page, args=(language,), default_timeout=30).run()
+    names = [f"notes{i}.json" + ".gz" * (file[:2] == b"\x1f\x8b") for i, file in enumerate(files)]
+    app.file_uploader[0].set_value([(name, file, "") for name, file in zip(names, files, strict=True)]).run()
     assert not app.exception
-    assert app.error[0].value.replace("\\", "") == "notes.json is no trace: it has no list traceEvents"
+    told = app.error[0].value.replace("\\", "").replace(".gz", "")
+    assert said[language == "zh"] in told and "/" not in told

@@ -10,11 +10,13 @@ from typing import Any
 import streamlit as st
 
 from engine.analysis import stragglers, traces
+from engine.rules import SpecError
 from viz import locales, player
 from viz.figures.late import plot_late
 from viz.locales import Catalogue
+from viz.locales.engine import explain
 from viz.pages.numbers import duration
-from viz.pages.settings import escape, show_language
+from viz.pages.settings import escape, show_head
 from viz.pages.state import read_url, write_url
 
 LONGEST = 8  # calls that are told
@@ -27,10 +29,7 @@ def show() -> None:
     asked = read_url("traces")
     write_url(asked)
     text = locales.text(asked.language)
-    title, switch = st.columns([4, 1], vertical_alignment="center")
-    title.markdown(f"## {text('traces.title')}")
-    with switch:
-        show_language(asked)
+    show_head(asked, text("traces.title"))
     st.markdown(text("traces.lead"))
     files = st.file_uploader(text("traces.files"), type=["json", "gz"], accept_multiple_files=True, key="traces")
     if not files:
@@ -39,15 +38,15 @@ def show() -> None:
         return
     try:
         found = _read(tuple(file.file_id for file in files), files)
-    except ValueError as wrong:
-        st.error(escape(str(wrong)), icon=":material/error:")
+    except SpecError as wrong:
+        st.error(escape(explain(text.language, wrong)), icon=":material/error:")
         return
     _show_found(found, text)
 
 
 @st.cache_resource(max_entries=2, show_spinner=False)
 def _read(key: tuple[str, ...], _files: list[Any]) -> traces.Found:
-    """ValueError names files as they are called where they come from."""
+    """SpecError names files as they are called where they come from."""
     with tempfile.TemporaryDirectory() as folder:
         paths = []
         for i, file in enumerate(_files):  # two may have one name
@@ -56,8 +55,9 @@ def _read(key: tuple[str, ...], _files: list[Any]) -> traces.Found:
             paths[-1].write_bytes(file.getbuffer())
         try:
             return traces.communications(paths)
-        except ValueError as wrong:
-            raise ValueError(re.sub(rf"{re.escape(folder)}/\d+/", "", str(wrong))) from None
+        except SpecError as wrong:
+            told = {name: re.sub(rf"{re.escape(folder)}/\d+/", "", said) for name, said in wrong.values.items()}
+            raise SpecError(wrong.code, told.pop("setting"), told.pop("value"), **told) from None
 
 
 def _show_found(found: traces.Found, text: Catalogue) -> None:
