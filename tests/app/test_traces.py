@@ -33,15 +33,17 @@ def trace(rank: int, came: list[int]) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("language", "blamed", "time"),
+    ("language", "choose", "blamed", "time"),
     [
-        ("en", "Rank 2 keeps the others waiting", "Time in collectives"),
-        ("zh", "rank 2 让其他 rank 一直等待", "通信所用的时间"),
+        ("en", "Choose files", "Rank 2 keeps the others waiting", "Time in collectives"),
+        ("zh", "选择文件", "rank 2 让其他 rank 一直等待", "通信所用的时间"),
     ],
 )
-def test_the_rank_that_comes_last_is_named(language: str, blamed: str, time: str):
+def test_the_rank_that_comes_last_is_named(language: str, choose: str, blamed: str, time: str):
     app = AppTest.from_function(page, args=(language,), default_timeout=30).run()
     assert "export_chrome_trace" in words(app)
+    (style,) = app.get("html")  # Streamlit has its own words for a place for files, in English
+    assert f'content: "{choose}"' in style.proto.body
     ranks = {0: [2, 12, 22], 1: [3, 13, 23], 2: [9, 19, 29]}
     app.file_uploader[0].set_value([(f"w{r}.json.gz", trace(r, at), "application/gzip") for r, at in ranks.items()])
     app.run()

@@ -89,7 +89,7 @@ def _show_progress(progress: Progress, text: Catalogue) -> None:
     with left:
         st.markdown(state_badge(progress.state, text))
         rate = progress.samples_per_second
-        words = text("live.step", step=progress.step, total=progress.total_steps)
+        words = text("live.step", step=f"{progress.step:,}", total=f"{progress.total_steps:,}")
         if rate is not None:
             words += " · " + text("live.rate", rate=f"{rate:,.0f}")
         st.progress(min(1.0, progress.step / max(1, progress.total_steps)), text=words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 from pathlib import Path
@@ -23,6 +24,12 @@ LONGEST = 8  # calls that are told
 RECIPE = """with torch.profiler.profile() as profiler:
     train_one_step()
 profiler.export_chrome_trace(f"rank{torch.distributed.get_rank()}.json")"""
+# Streamlit says what is in its place for files in English alone.
+WORDS = """<style>
+[data-testid=stFileUploaderDropzone] :is(p, [data-testid=stFileUploaderDropzoneInstructions] span) {{ font-size: 0; }}
+[data-testid=stFileUploaderDropzone] p::after {{ font-size: 1rem; content: {choose}; }}
+[data-testid=stFileUploaderDropzoneInstructions] span::after {{ font-size: .875rem; content: {most}; }}
+</style>"""
 
 
 def show() -> None:
@@ -31,6 +38,8 @@ def show() -> None:
     text = locales.text(asked.language)
     show_head(asked, text("traces.title"))
     st.markdown(text("traces.lead"))
+    most = text("traces.most", size=f"{st.get_option('server.maxUploadSize')} MB")
+    st.html(WORDS.format(choose=_quoted(text("traces.choose")), most=_quoted(most)))
     files = st.file_uploader(text("traces.files"), type=["json", "gz"], accept_multiple_files=True, key="traces")
     if not files:
         st.caption(text("traces.how"))
@@ -42,6 +51,10 @@ def show() -> None:
         st.error(escape(explain(text.language, wrong)), icon=":material/error:")
         return
     _show_found(found, text)
+
+
+def _quoted(words: str) -> str:
+    return json.dumps(words, ensure_ascii=False)  # what CSS takes for a string too
 
 
 @st.cache_resource(max_entries=2, show_spinner=False)
