@@ -6,10 +6,13 @@ as it has, each with its own part of the batch, and between them just what the m
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from engine.branches import left_out
 from engine.job import Job
@@ -125,7 +128,16 @@ def simulated(job: Job, steps: int) -> list[Trained]:
 
 @torch.no_grad()
 def _average(alike: list[models.Chain]) -> None:
-    for parameters in zip(*(model.parameters() for model in alike), strict=True):
-        mean = torch.stack(parameters).mean(0)
-        for parameter in parameters:
-            parameter.copy_(mean)
+    """Of all parameters laid end to end, as torch's model averager has them."""
+    average = averaged([nn.utils.parameters_to_vector(model.parameters()) for model in alike])
+    for model in alike:
+        nn.utils.vector_to_parameters(average.clone(), model.parameters())
+
+
+def averaged(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The mean of what n ranks have, rounded where torch and gloo round it: each divides its own, and then they are added
+    up in a ring, the c-th of n parts from rank c - 1 down to rank c. In bf16 another order is another weight."""
+    n = len(vectors)
+    size = 2 * -(-len(vectors[0]) // (2 * n))  # each part is sent in two pieces
+    parts = zip(*((vector / n).split(size) for vector in vectors), strict=True)
+    return torch.cat([functools.reduce(torch.add, [part[c - 1 - k] for k in range(n)]) for c, part in enumerate(parts)])

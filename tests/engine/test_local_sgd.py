@@ -53,6 +53,25 @@ def test_a_design_is_never_simply_right_but_can_be_wrong():
     assert red["ok"] is False and bad["reason"] in red["reason"]
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+def test_an_average_in_bf16_is_rounded_where_the_ranks_round_it(ranks):
+    """A ring by hand: in each turn a rank sends a part of its sum to the one before it, which adds its own."""
+    torch = pytest.importorskip("torch")
+    from engine.real.reference import averaged
+
+    torch.manual_seed(ranks)
+    vectors = [torch.randn(2 * 8 * ranks - 3).bfloat16() for _ in range(ranks)]
+    held = [[(part.float() / ranks).bfloat16() for part in vector.split(16)] for vector in vectors]
+    for turn in range(1, ranks):
+        parts = [(rank + turn) % ranks for rank in range(ranks)]
+        sent = [held[rank][part].float() for rank, part in enumerate(parts)]
+        for rank, part in enumerate(parts):
+            held[rank - 1][part] = (sent[rank] + held[rank - 1][part].float()).bfloat16()
+    whole = torch.cat([held[part][part] for part in range(ranks)])
+    assert torch.equal(averaged(vectors), whole)
+    assert torch.equal(whole, torch.stack(vectors).mean(0)) == (ranks == 2)
+
+
 @pytest.mark.real
 @pytest.mark.parametrize(
     ("devices", "settings"),
@@ -69,6 +88,16 @@ def test_a_real_run_equals_its_simulation_and_not_one_device(devices, settings, 
     assert conformance["ok"], conformance["first_difference"]
     assert conformance["steps"] == 5
     assert result["validation_accuracy"] is not None
+
+
+@pytest.mark.real
+def test_in_bf16_a_real_run_equals_its_simulation_to_the_last_bit(launcher, runs_dir):
+    """Embeddings of 2 and more are there, of which the last bit is 2^-6: twice what is allowed."""
+    small = {"model": "gpt", "layers": 1, "hidden": 16, "heads": 2, "context": 16, "global_batch": 12}
+    spec = Spec(mode="local_sgd", devices=3, **small, sync_every=2, precision="bf16", steps=4, device="cpu")
+    result = finished(spec, launcher, runs_dir)
+    holds_by_design(result)
+    assert result["parity"]["exact"]["param_max_abs_diff"] == 0
 
 
 @pytest.mark.real
