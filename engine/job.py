@@ -197,6 +197,8 @@ def _prepare(spec: Spec) -> Job:
         )
     if spec.data_dir is not None and spec.dataset != "digits":
         raise SpecError("does_not_apply", "data_dir", spec.data_dir, to=f"the dataset {spec.dataset}")
+    if spec.model in TOKEN_MODELS and spec.hidden == 1:
+        raise SpecError("norm_of_one", "hidden", 1, suggest=[max(2, spec.heads)], model=spec.model)
     if spec.heads is not None and spec.head_dim is None and spec.hidden % spec.heads:
         good = nearest([d for d in range(1, min(spec.hidden, MAX_HEADS) + 1) if spec.hidden % d == 0], spec.heads)
         raise SpecError("heads_divide", "heads", spec.heads, suggest=good, hidden=spec.hidden)

@@ -121,6 +121,8 @@ RULES = {
     "axis_of_model": "Keys and values that are made of a latent are not dealt out: a mesh for the model {model} can "
     "have {works}, and no {setting}; {setting} is {value}.",
     "schedule_of_mode": "The mode {mode} does not run the schedule {value}.",
+    "norm_of_one": "The model {model} norms each token before its last matrix, and a norm over one number leaves its "
+    "sign: what comes before would learn from rounding alone, so hidden must be 2 or more; it is {value}.",
     "heads_divide": "heads must divide hidden ({hidden}); it is {value}.",
     "top_k_of_experts": "top-k must not exceed the number of experts ({experts}); it is {value}.",
     "dataset_of_model": "The model {model} cannot learn from the dataset {value}.",

@@ -135,8 +135,8 @@ def _average(alike: list[models.Chain]) -> None:
 
 
 def averaged(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The mean of what n ranks have, rounded where torch and gloo round it: each divides its own, and then they are added
-    up in a ring, the c-th of n parts from rank c - 1 down to rank c. In bf16 another order is another weight."""
+    """The mean of what n ranks have, rounded where torch and gloo round it: each divides its own, and then they are
+    added up in a ring, the c-th of n parts from rank c - 1 down to rank c. In bf16 another order is another weight."""
     n = len(vectors)
     size = 2 * -(-len(vectors[0]) // (2 * n))  # each part is sent in two pieces
     parts = zip(*((vector / n).split(size) for vector in vectors), strict=True)

@@ -100,6 +100,19 @@ def test_passes_are_counted_while_somebody_counts_and_a_recomputed_one_is_not():
     assert sum(map(sum, routed["block1"])) == 3 * 4 * 2
 
 
+def test_before_a_norm_over_one_number_nothing_learns():
+    """Of x / |x| the derivative is 0, but for the norm's epsilon; why hidden 1 is refused. Of two numbers it is not."""
+    from engine.real import models
+
+    for hidden, learns in ((1, False), (2, True)):
+        head, x = models.Head(hidden, 5).double(), torch.full((3, hidden), 0.5, dtype=torch.double)
+        x[:, 0] = 1.0
+        x.requires_grad_()
+        models.loss_of(head(x), torch.tensor([0, 1, 2])).backward()
+        assert head.linear.weight.grad.abs().max() > 1e-2
+        assert (x.grad.abs().max() > 1e-3) == learns
+
+
 def test_the_same_seed_gives_the_same_weights_and_another_does_not():
     from engine.real import models
 

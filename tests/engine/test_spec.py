@@ -148,6 +148,8 @@ JOINED = [
     ({"mode": "layer_split", "split": "5,-1"}, "split_sum", "split"),
     ({"mode": "layer_split", "devices": "3", "split": "2,2"}, "split_sum", "split"),
     ({"model": "gpt", "heads": "5"}, "heads_divide", "heads"),
+    ({"model": "gpt", "hidden": "1"}, "norm_of_one", "hidden"),
+    ({"model": "moe", "hidden": "1", "heads": "1"}, "norm_of_one", "hidden"),
     ({"model": "gpt", "kv-heads": "3"}, "kv_heads_divide", "kv_heads"),
     # The divisors nearest to 1000 are 1026 and 513, but a model has at most 1024 heads.
     ({"model": "gpt", "hidden": "1026", "heads": "1000"}, "heads_divide", "heads"),
