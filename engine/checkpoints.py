@@ -24,6 +24,8 @@ KEPT = (
     *("model", "layers", "hidden", "heads", "context", "experts", "top_k", "dataset", "masked", "data_dir"),
     *("optimizer", "seed", "global_batch"),
 )
+# What goes on as it was unless something else is asked for, which a result then says.
+CARRIED = ("lr", "precision", "clip")
 MAX_SUGGESTED = 3
 
 
@@ -80,9 +82,20 @@ def find(resume: str, runs_dir: str | Path) -> Checkpoint:
 
 
 def settings(resume: str, runs_dir: str | Path) -> dict[str, Any]:
-    """The settings that a training which resumes must have."""
+    """The settings that a training which resumes must have, and those that it has unless others are asked for."""
     spec = _description(find(resume, runs_dir))["spec"]
-    return {name: spec[name] for name in KEPT}
+    return {name: spec.get(name) for name in (*KEPT, *CARRIED)}
+
+
+def changed(spec: Spec, runs_dir: str | Path) -> dict[str, dict[str, Any]]:
+    """Of a run that has resumed, the settings that it went on with otherwise: from what they were to what they are.
+    None are known once the checkpoint is gone."""
+    try:
+        saved = _description(find(spec.resume, runs_dir))["spec"]
+    except SpecError:
+        return {}
+    both = {name: {"from": saved.get(name), "to": getattr(spec, name)} for name in CARRIED}
+    return {name: each for name, each in both.items() if each["from"] != each["to"]}
 
 
 def resolve(job: Job, runs_dir: str | Path) -> Spec:

@@ -236,11 +236,12 @@ def _check_schedule(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
 
 
 def _check_shards(spec: Spec, layers: tuple[Layer, ...]) -> None:
-    """What is cut must be cut into equal parts: attention by heads, the vocabulary by tokens, other layers by
-    the features between a pair."""
+    """What is cut must be cut into equal parts: attention by heads, of keys too, the vocabulary by tokens, other layers
+    by the features between a pair, as an MLP's are where their number is given."""
     if spec.model in TOKEN_MODELS:
         context = spec.context // degrees(spec).get("cp", 1)  # of a rank that deals it out among others
         sizes = {"heads": spec.heads, "context": context, "vocabulary": layers[-1].output[-1]}
+        sizes |= {name: size for name in ("kv_heads", "ffn", "dense_ffn") if (size := getattr(spec, name)) is not None}
     else:
         sizes = {"features": next(layer.output[-1] for layer in layers if len(layer.output) == 1)}
     if spec.mode != "sequence" and not spec.sequence_parallel:

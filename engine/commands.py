@@ -179,6 +179,8 @@ def show(arguments: argparse.Namespace) -> int:
     result = archive.read_whole_result(handle.run_dir)
     if result is None:
         status = archive.read_status(handle.run_dir)
+        if status["state"] == "finished":
+            raise SpecError("bad_result", "run_id", status["run_id"])
         return _print_json(status) if arguments.json else print(tables.status(status)) or 0
     if arguments.json:
         return _print_json(result)

@@ -79,6 +79,7 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
         "steps": done,
         "total_steps": job.steps,
         "first_step": job.first_step,
+        "resumed_with": checkpoints.changed(job.spec, folder.parent) if job.spec.resume is not None else None,
         "checkpoints": checkpoints.steps_of(folder),
         "warmup_steps": steady.start,
         "step_time": step_time,

@@ -162,12 +162,14 @@ class Job:
 def prepare(spec: Spec) -> Job:
     """Fill in and check. Raises SpecError with the rule that does not hold.
 
-    In a mesh of several degrees a value that keeps one rule may break another: those that work are suggested.
+    In a mesh of several degrees a value that keeps one rule may break another, and not each mode has every model: those
+    that work are suggested.
     """
     try:
         return _prepare(spec)
     except SpecError as error:
-        if spec.mode != "hybrid" or error.setting not in (*AXES, "devices"):
+        of_mesh = spec.mode == "hybrid" and error.setting in (*AXES, "devices")
+        if not of_mesh and error.code != "paced_mode":
             raise
         raise error.suggesting(v for v in error.suggest if _can_prepare(spec, **{error.setting: v})) from None
 

@@ -98,7 +98,8 @@ class Prediction:
     def summary(self) -> dict[str, Any]:
         """Seconds and bytes; lists have one entry a rank."""
         simulation, plan = self.simulation, self.plan
-        spent = shares(simulation.by_role)
+        # A step begins with what ranks spend before their first op.
+        spent = [each._replace(makespan=simulation.makespan) for each in shares(simulation.by_role)]
         return {
             "mode": self.job.spec.mode,
             "devices": self.job.spec.devices,

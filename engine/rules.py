@@ -180,7 +180,7 @@ RULES = {
     "does not.",
     "cannot_write": "The file given as {setting} cannot be written: {value}.",
     "no_place_for_runs": "The folder of runs ({setting}) must be one that can be written; {value}.",
-    "bad_result": "The result of the run {value} cannot be read: it is damaged, or of another version.",
+    "bad_result": "The result of the run {value} cannot be read: it is missing, damaged, or of another version.",
     "bad_timeline": "The timeline of the run {value} cannot be read: it is damaged, or of another version.",
     "given_twice": "A setting has one value; {setting} is given twice, the second time as {value}.",
     "precision_here": "Predictions on the machine {machine} are made of what was measured there, in {measured}; "

@@ -43,7 +43,7 @@ def report(samples: int, ranks: int, batch: int, wrong: Iterable[int] = ()) -> d
             "batches": batches,
             "twice": sorted(sample for sample, count in seen.items() if count > 1),
             "never": sorted(set(range(samples)) - seen.keys()),
-            "runs_out": [{"rank": r, "step": n + 1} for r, n in enumerate(batches) if n < longest],
+            "runs_out": [{"rank": r, "step": n} for r, n in enumerate(batches) if n < longest],
             "accuracy": 1 - sum(seen[sample] for sample in wrong) / counted if counted else None,
         }
     return {"samples": samples, "ranks": ranks, "batch": batch, "ways": ways, "accuracy": 1 - len(wrong) / samples}

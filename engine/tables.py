@@ -204,7 +204,8 @@ def _idle(idle: dict[str, Any]) -> float:
 
 
 def _alike(gap: dict[str, Any]) -> str:
-    return f" (and {gap['ranks'] - 1} more ranks like it)" if gap["ranks"] > 1 else ""
+    more = gap["ranks"] - 1
+    return f" (and {more} more {'rank' if more == 1 else 'ranks'} like it)" if more else ""
 
 
 def dealt(values: dict[str, Any]) -> str:
@@ -217,7 +218,7 @@ def dealt(values: dict[str, Any]) -> str:
         lines += [("seen twice", _numbers(found["twice"]))] if found["twice"] else []
         lines += [("seen never", _numbers(found["never"]))] if found["never"] else []
         for one in found["runs_out"][:3]:
-            lines.append(("WARNING", f"rank {one['rank']} runs out at step {one['step']}: its peers wait for it"))
+            lines.append(("WARNING", f"rank {one['rank']} runs out after {one['step']} steps: its peers wait for it"))
         counted = percent(found["accuracy"])
         lines.append(("accuracy", f"{counted} counted over ranks; each sample once: {percent(values['accuracy'])}"))
         blocks.append(f"{way}\n{rows(lines)}")
@@ -293,7 +294,11 @@ def _accuracy(found: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 def _resumed(values: dict[str, Any]) -> str:
     done = values.get("first_step")
-    return f", after the {done} of {values['spec']['resume'].partition(':')[0]}" if done else ""
+    if not done:
+        return ""
+    other = values.get("resumed_with") or {}  # a run of an earlier Lockstep does not say
+    words = "".join(f", with {name} {each['to']} where it had {each['from']}" for name, each in other.items())
+    return f", after the {done} of {values['spec']['resume'].partition(':')[0]}{words}"
 
 
 def _evaluation(last: dict[str, Any], count: int) -> str:
@@ -373,7 +378,7 @@ def follow(handle: Handle, *, show: bool) -> None:
             done = BAR * now.step // max(1, now.total_steps)
             loss = f"  loss {now.losses[-1]:.4f}" if now.losses and now.losses[-1] is not None else ""
             speed = f"  {now.samples_per_second:.0f} samples/s" if now.samples_per_second else ""
-            bar = f"[{'#' * done}{'.' * (BAR - done)}] step {now.step}/{now.total_steps}{loss}{speed}"
+            bar = f"[{'#' * done}{'.' * (BAR - done)}] {now.step}/{now.total_steps} steps{loss}{speed}"
             print(f"\r{now.state:<9} {bar}\x1b[K", end="", file=sys.stderr, flush=True)
         if now.state in archive.FINAL:
             break

@@ -20,7 +20,7 @@ SENTENCES = {
     "collective": "rank {rank} waits {time} in the {what} for rank {other}, which comes last: {cause}",
     "load": "rank {rank} waits {time} for rank {other}, which loads its batch: {cause}",
     "transfer": "rank {rank} waits {time} while the {what} is on its way: {cause}",
-    "start": "rank {rank} begins its step {time} after the first: {cause}",
+    "start": "rank {rank} begins {time} after its step did: {cause}",
     "end": "rank {rank} is done {time} before the last: {cause}",
     "nothing": "rank {rank} has all that it needs and computes nothing for {time} before the {what}: {cause}",
 }

@@ -68,9 +68,8 @@ def find_error(run_dir: Path, workers: list[Child], total_steps: int) -> dict[st
     if order == 3:
         rank, said = _who_kept_them_waiting(waited, silent) or (rank, said)
     step = said.get("step")
-    if step is None:
-        steps = read_steps(run_dir, rank)
-        step = steps[-1]["step"] if steps else None
+    if step is None and (run_dir / f"rank{rank}.steps.jsonl").exists():  # its training had begun
+        step = min(len(read_steps(run_dir, rank)), max(0, total_steps - 1))  # the one after those that it did
     return {"rank": rank, "step": step, "op": said.get("op"), "message": said.get("message")}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import checkpoints
+from engine import checkpoints, tables
 from engine.archive import read_spec
 from engine.job import prepare
 from engine.launch import start
@@ -208,10 +208,17 @@ def test_of_the_last_run_the_newest_that_has_checkpoints_is_meant(saved):
 @pytest.mark.real
 def test_the_last_checkpoint_is_meant_where_none_is_named_and_the_run_says_which(saved, launcher):
     runs_dir, result = saved
-    spec = Spec(mode="ddp", devices=2, steps=5, optimizer="adamw", resume=result["run_id"], **MLP)
+    spec = Spec(mode="ddp", devices=2, steps=5, optimizer="adamw", lr=0.1, resume=result["run_id"], **MLP)
     handle = start(spec, runs_dir=runs_dir, launcher=launcher)
     assert read_spec(handle.run_dir).resume == f"{result['run_id']}:4"
-    assert handle.result(timeout=120)["first_step"] == 4
+    resumed = handle.result(timeout=120)
+    assert resumed["first_step"] == 4
+    # Its rate was 0.002, and would be if no other had been asked for.
+    assert resumed["resumed_with"] == {"lr": {"from": 0.002, "to": 0.1}}
+    told = tables.result(resumed, handle.run_dir)
+    assert f"after the 4 of {result['run_id']}, with lr 0.1 where it had 0.002" in told
+    kept = checkpoints.settings(result["run_id"], runs_dir)
+    assert (kept["lr"], kept["precision"], kept["clip"], kept["optimizer"]) == (0.002, "fp32", None, "adamw")
     with pytest.raises(SpecError, match=r"has done 4 steps already; steps is 4\. Try: 24\.$"):
         start(spec.with_(steps=4), runs_dir=runs_dir, launcher=launcher)
 

@@ -177,6 +177,16 @@ def test_a_run_folder_that_is_damaged_is_told_in_one_line(runs_dir, tmp_path, ca
         assert folder.name in err
 
 
+def test_a_run_that_finished_and_has_no_result_is_no_run_that_is_shown(runs_dir, capsys):
+    folder = archive.new_run(runs_dir, prepare(Spec(devices=2)))
+    place = ["--runs-dir", str(runs_dir)]
+    assert call(capsys, "show", "last", *place)[0] == 0  # one that has not ended yet has none either
+    archive.write_json(folder / "status.json", archive.read_json(folder / "status.json") | {"state": "finished"})
+    for words in (["show", "last"], ["show", folder.name, "--json"]):
+        status, out, err = call(capsys, *words, *place)
+        assert (status, out, err.count("\n")) == (2, "", 1) and f"{folder.name} cannot be read: it is missing" in err
+
+
 def test_options_win_over_the_spec_file(tmp_path, capsys):
     path = tmp_path / "spec.json"
     path.write_text('{"mode": "pipeline", "devices": 2, "microbatches": 4, "machine": "unit"}')

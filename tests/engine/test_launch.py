@@ -77,7 +77,7 @@ def test_of_those_that_said_nothing_the_one_that_is_behind_kept_the_others_waiti
     silent = [ended(rank, -signal.SIGKILL, 3.0, signalled=True) for rank in (2, 3)]
     workers = [say(tmp_path, 0, TIMED_OUT, 2.0), say(tmp_path, 1, "Connection closed by peer", 1.0), *silent]
     error = find_error(tmp_path, workers, total_steps=4)
-    assert (error["rank"], error["step"]) == (2, 1)
+    assert (error["rank"], error["step"]) == (2, 2)
     assert error["message"] == f"rank 2 did not answer; rank 0 waited: {TIMED_OUT}"
 
 

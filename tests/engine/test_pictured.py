@@ -16,7 +16,7 @@ from engine.predict import predict
 from engine.real import paced
 from engine.real.paced import Pace, Table
 from engine.rules import SpecError
-from engine.spec import Spec
+from engine.spec import MODES, Spec
 from engine.timeline import Span
 
 LARGE = {"model": "gpt", "layers": 6, "hidden": 4096, "heads": 32, "context": 2048, "dataset": "synthetic"}
@@ -296,6 +296,9 @@ def test_what_cannot_be_paced_is_refused(settings: dict, code: str, setting: str
     with pytest.raises(SpecError) as refused:
         prepare(Spec(**({"model": "mlp"} | settings)))
     assert (refused.value.code, refused.value.setting) == (code, setting)
+    if code == "paced_mode":  # every mode that is named takes the model and the devices
+        assert set(refused.value.suggest) == {*MODES} - {"data_parallel", "single", "sequence", "context", "expert"}
+        assert prepare(Spec(model="mlp", paced="h100", mode=refused.value.suggest[-1]))
     if setting == "paced":
         assert prepare(Spec(model="mlp", paced=refused.value.suggest[0])).spec.machine == refused.value.suggest[0]
 

@@ -166,6 +166,13 @@ JOINED = [
     ({"mode": "tensor", "model": "mlp", "hidden": "7"}, "devices_divide", "devices"),
     ({"mode": "tensor", "model": "gpt", "devices": "8"}, "devices_divide", "devices"),
     ({"mode": "sequence", "model": "gpt", "devices": "4", "context": "10"}, "devices_divide", "devices"),
+    ({"mode": "tensor", "model": "gpt", "devices": "4", "ffn": "510"}, "devices_divide", "devices"),
+    ({"mode": "tensor", "model": "gpt", "devices": "4", "kv-heads": "2"}, "devices_divide", "devices"),
+    (
+        {"mode": "hybrid", "model": "moe", "devices": "4", "tp": "4", "dense-layers": "1", "dense-ffn": "99"},
+        "devices_divide",
+        "tp",
+    ),
     ({"mode": "sequence", "model": "cnn"}, "model_of_mode", "model"),
     ({"mode": "context", "model": "mlp"}, "model_of_mode", "model"),
     ({"mode": "context", "model": "gpt", "devices": "3"}, "context_divides", "devices"),

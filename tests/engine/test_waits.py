@@ -161,12 +161,15 @@ def test_the_bubble_of_a_pipeline_is_fill_and_drain_in_closed_form(stages, micro
 @pytest.mark.parametrize("where", ["a100", "local"])
 @pytest.mark.parametrize("mode", MODES)
 def test_causes_add_up_to_the_idle_time_and_the_path_to_the_makespan(mode, where):
-    simulation = predict(Spec(devices=4, machine=where, **MODES[mode])).simulation
+    prediction = predict(Spec(devices=4, machine=where, **MODES[mode]))
+    simulation = prediction.simulation
     ran = simulated(simulation)
     (share,) = shares(simulation.timeline)
     total = seconds_by_cause(ran, idle(ran)).sum(axis=1)[list(simulation.plan.roles)]
     makespan = simulation.makespan
     np.testing.assert_allclose(total, makespan - share.computing, rtol=1e-9, atol=1e-12 * makespan)
+    summary = prediction.summary()  # before its first op a rank of this machine idles too
+    assert summary["bubble_fraction"] == pytest.approx(total.sum() / (4 * summary["step_time"]), abs=1e-9)
     path = critical_path(ran)
     assert path[0].start == 0 and path[-1].end == makespan
     assert all(a.end == b.start for a, b in itertools.pairwise(path))

@@ -105,7 +105,7 @@ def _show_losses(progress: Progress, text: Catalogue) -> None:
     losses = progress.losses
     stride = -(-len(losses) // MAX_POINTS)
     kept = [i for i in range(0, len(losses), stride or 1) if losses[i] is not None]
-    points = {"x": [i + 1 for i in kept], "y": [losses[i] for i in kept]}
+    points = {"x": kept, "y": [losses[i] for i in kept]}
     axis = {"grid": False, "tickMinStep": 1, "titlePadding": 6}
     spec = {
         "height": HEIGHT,
@@ -114,7 +114,7 @@ def _show_losses(progress: Progress, text: Catalogue) -> None:
             "x": {
                 "field": "x",
                 "type": "quantitative",
-                "scale": {"domain": [1, max(2, progress.total_steps)], "nice": False},
+                "scale": {"domain": [0, max(1, progress.total_steps - 1)], "nice": False},
                 "axis": axis | {"title": text("live.axis_step")},
             },
             "y": {
