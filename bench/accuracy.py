@@ -7,7 +7,8 @@ here). What other programs disturbed is run again. `--keep FILE` adds the rounds
 
 Errors are without their signs in medians. Two runs of one case differ too: by how much is the floor, the error that a
 prediction would have which is the same run, an earlier round of it. A case whose error has one sign in all rounds is
-off for a reason other than that. `--json` prints one object.
+off for a reason other than that. `at speed`: with what is predicted brought to the speed that this machine had when the
+run had ended, beside when it was calibrated. `--json` prints one object.
 """
 
 from __future__ import annotations
@@ -81,7 +82,14 @@ def one_round(specs: list[Spec], *, stored: bool) -> dict[str, Any]:
     rows = {}
     for case, one in found.items():
         why = explain(one["reason"], tables.seconds) if one["reason"] else ""
-        rows[case] = {**one["step"], "why": why, "other_cores": one["other_cores"], "ops": one["ops"]}
+        rows[case] = {
+            **one["step"],
+            "slower": one["slower"],
+            "at_speed": one["at_speed"]["error"],
+            "why": why,
+            "other_cores": one["other_cores"],
+            "ops": one["ops"],
+        }
     return {
         "made": made.made,
         "disturbed": {
@@ -110,6 +118,8 @@ def told(rounds: list[dict[str, Any]]) -> dict[str, Any]:
         "rows": rows,
         "error": middle,
         "median_error": median(abs(off) for off in middle.values()),
+        "at_speed": [median(abs(each["rows"][case]["at_speed"]) for case in cases) for each in rounds],
+        "slower": [median(each["rows"][case]["slower"] for case in cases) for each in rounds],
         "of_rounds": [median(abs(each["rows"][case]["error"]) for case in cases) for each in rounds],
         "floor": apart((one["measured"], other["measured"]) for one, other in pairs),
         "calibrations": apart((one["predicted"], other["predicted"]) for one, other in pairs),
@@ -126,6 +136,9 @@ def show(found: dict[str, Any]) -> None:
         side = "*" if case in found["one_side"] else " "
         print(f"{case:<34} {took} {100 * found['error'][case]:>+5.0f} % {side} ({errors})  {each[-1]['why']}")
     print(f"median error {100 * found['median_error']:.1f} % of {len(found['rows'])} cases")
+    pairs = zip(found["slower"], found["at_speed"], strict=True)
+    speeds = ", ".join(f"{slower:.2f} and {100 * off:.1f} %" for slower, off in pairs)
+    print(f"the same took so many times as long as when calibrated, and the median error at that speed: {speeds}")
     if len(found["of_rounds"]) > 1:
         of_rounds = ", ".join(f"{100 * off:.1f}" for off in found["of_rounds"])
         print(

@@ -2,8 +2,9 @@
 
 A step of a rank is its compute, the communication that no compute hides, and time in which it does neither. So the
 difference between a measured step and the predicted one is the sum of three differences, and two of them are divided by
-what else was seen: the time that ranks waited for a core, and how unevenly they computed. The reason given is the
-largest of these parts on the side of the difference.
+what else was seen: the time that ranks waited for a core, and how unevenly they computed. Where it is known how fast
+the machine was beside when it was calibrated, all that was predicted is first brought to that speed, and what this adds
+is a part of its own. The reason given is the largest of these parts on the side of the difference.
 """
 
 from __future__ import annotations
@@ -21,11 +22,15 @@ from engine.plan import COLLECTIVES, COMPUTE, KINDS, Mesh
 from engine.timeline import Timeline
 
 SMALL = 0.03  # of a step: a difference that needs no reason
-START_UP, CONTENTION, IMBALANCE, OPS, COPIES, BETWEEN = (
-    "start_up", "contention", "imbalance", "ops", "copies", "between",
+SPEED, START_UP, CONTENTION, IMBALANCE, OPS, COPIES, BETWEEN = (
+    "speed", "start_up", "contention", "imbalance", "ops", "copies", "between",
 )  # fmt: skip
 # The reasons in English, where the step took longer than predicted and where it took less.
 REASONS = {
+    SPEED: (
+        "this machine was slower than when it was calibrated, which makes {seconds} of a step",
+        "this machine was faster than when it was calibrated, which makes {seconds} of a step",
+    ),
     START_UP: ("the steps counted took {seconds} longer than the last of them: there are few, and the first are slow",)
     * 2,
     CONTENTION: (
@@ -102,21 +107,34 @@ def accuracy(
     predicted_waited: float = 0.0,
     ranks: int = 1,
     cores: int = 1,
+    slower: float | None = None,
 ) -> dict[str, Any]:
     """What `result.json` keeps. `measured`: the steps that count, without waiting; `step_times`: what they took, in
     order. `waited`: seconds of a step in which a mean rank had to wait for a core, where that is known, and as the
-    simulator says."""
+    simulator says. `slower`: how many times as long the machine took for the same as when it was
+    calibrated, where that is known; `at_speed` is the step predicted so much longer, and its error the model's own."""
     took = median(step_times) if step_times else None
     kinds = [by_kind(predicted), by_kind(measured) if len(measured) else {}]
     ops = [_row(kind, *(of.get(kind) for of in kinds)) for kind in KINDS if any(kind in of for of in kinds)]
-    found = {"step": _row("step", predicted_step_time, took), "ops": ops, "reason": None, "parts": {}}
+    at_speed = None if slower is None else _row("step", slower * predicted_step_time, took)
+    found = {
+        "step": _row("step", predicted_step_time, took),
+        "slower": slower,
+        "at_speed": at_speed,
+        "ops": ops,
+        "reason": None,
+        "parts": {},
+    }
     if took is None or not len(measured) or not len(predicted):
         return found
-    parts = _parts(predicted, measured, took, predicted_step_time)
+    speed = 1.0 if slower is None else slower
+    parts = _parts(predicted, measured, took, predicted_step_time, speed)
+    if slower is not None:
+        parts[SPEED] = (slower - 1.0) * predicted_step_time
     if len(step_times) > 1:
         parts[START_UP] = max(0.0, took - median(step_times[len(step_times) // 2 :]))
     if waited is not None:
-        parts[CONTENTION] = _between(waited - predicted_waited, parts[OPS])
+        parts[CONTENTION] = _between(waited - speed * predicted_waited, parts[OPS])
         parts[OPS] -= parts[CONTENTION]
     found["parts"] = {name: float(value) for name, value in parts.items()}
     difference = took - predicted_step_time
@@ -130,16 +148,17 @@ def _row(kind: str, predicted: float | None, measured: float | None) -> dict[str
     return {"kind": kind, "predicted": predicted, "measured": measured, "error": error}
 
 
-def _parts(predicted: Timeline, measured: Timeline, took: float, planned: float) -> dict[str, float]:
-    """Measured less predicted seconds of a mean rank in the middle step: of compute, of communication that nothing
-    hides, and of the rest, without what uneven ranks add to it. They add up to the difference of the step."""
+def _parts(predicted: Timeline, measured: Timeline, took: float, planned: float, slower: float) -> dict[str, float]:
+    """Measured less `slower` times predicted seconds of a mean rank in the middle step: of compute, of communication
+    that nothing hides, and of the rest, without what uneven ranks add to it. They add up to that of the step."""
     steps = sorted(shares(measured), key=lambda s: s.makespan)
     one, other = steps[len(steps) // 2], shares(predicted)[0]
     compute, exposed = (
-        float(a.mean() - b.mean()) for a, b in ((one.computing, other.computing), (one.exposed, other.exposed))
+        float(a.mean() - slower * b.mean()) for a, b in ((one.computing, other.computing), (one.exposed, other.exposed))
     )
-    uneven = _unevenness(one) - _unevenness(other)
-    return {OPS: compute, COPIES: exposed, IMBALANCE: uneven, BETWEEN: took - planned - compute - exposed - uneven}
+    uneven = _unevenness(one) - slower * _unevenness(other)
+    rest = took - slower * planned - compute - exposed - uneven
+    return {OPS: compute, COPIES: exposed, IMBALANCE: uneven, BETWEEN: rest}
 
 
 def _unevenness(step: Shares) -> float:

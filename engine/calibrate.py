@@ -30,7 +30,7 @@ COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "
 LINKS = (*COLLECTIVE_KINDS, "send")
 SIZES = (64, 16_384, 131_072, 1_048_576, 4_194_304)
 PASSES = 2  # over all sizes, so that what disturbs the machine for a moment is not all that is seen of one
-ENOUGH = 26.0  # seconds: as long as no more would have gone by, what other programs disturbed is measured once more
+ENOUGH = 24.0  # seconds: as long as no more would have gone by, what other programs disturbed is measured once more
 LIMIT = 600.0  # seconds after which a measurement is given up
 
 _SMALL = {"gpt": {"layers": 2, "hidden": 16, "heads": 2, "context": 16}, "mlp": {"layers": 2, "hidden": 16}}
@@ -69,7 +69,7 @@ class Effort:
     """How long to look: `steps` of a training, `budget` seconds of a product or a collective, ranks to try."""
 
     steps: int = 6
-    budget: float = 0.035
+    budget: float = 0.03
     ranks: tuple[int, ...] = (2, 4)
     modes: tuple[str, ...] | None = None  # None: all
 
@@ -140,8 +140,8 @@ class Measuring:
             asked = {"what": "links", "kinds": kinds, "sizes": SIZES, "passes": PASSES, "budget": effort.budget}
             yield Part(f"links{ranks}", ranks, asked, PASSES * len(kinds) * len(SIZES))
         each = sorted({1, cores, 2 * cores})
-        asked = {"what": "together", "job": self._job(PLAIN, "gpt", 1, _LARGE, 4, {}), "each": each}
-        yield Part("together", max(2, each[-1]), asked | {"budget": 10 * effort.budget}, len(each))
+        asked = {"what": "together", "each": each, "budget": 10 * effort.budget}
+        yield Part("together", max(2, each[-1]), asked, len(each))
         asked = {"what": "rates", "each_threads": each_threads, "budget": effort.budget}
         yield Part("rates", 1, asked, len(each_threads) * 8 + 1)
         for threads in each_threads:
@@ -156,7 +156,8 @@ class Measuring:
             if self.effort.modes is not None and mode not in (PLAIN, *self.effort.modes):
                 continue
             jobs += [self._job(mode, model, devices, *size, settings) for size in ((_SMALL, 4), (_LARGE, 8))]
-        return Part(name, processes, {"what": "trainings", "origin": time.time_ns(), "jobs": jobs, **more}, len(jobs))
+        asked = {"what": "trainings", "origin": time.time_ns(), "jobs": jobs, "budget": 5 * self.effort.budget, **more}
+        return Part(name, processes, asked, len(jobs))
 
     def _job(self, mode: str, model: str, devices: int, sizes: dict, batch: int, settings: dict) -> dict[str, Any]:
         layers = {"layers": 4} if settings.get("schedule") == "zbv" else {}
@@ -191,14 +192,16 @@ class Measuring:
             if one.part.asked["what"] == "links":
                 measured |= curves(one.ranks, ranks=one.part.processes)
         together, crowded = speeds(by_name["together"].ranks, num_cores())
+        trained = [one for one in found if one.part.asked["what"] == "trainings"]
         calibration = Calibration(
             identity=this_machine(), made=began, seconds=0.0, together=together, crowded=crowded, uneven=0.0,
+            speed=mean_speed((one.part.processes, one.ranks) for one in trained),
             disturbed=sum(one.others * one.seconds for one in found) / sum(one.seconds for one in found),
             curves=measured, ops={}, rates=rates_of(measured),
         )  # fmt: skip
         ops: dict[str, Cost] = {}
         arrived: list[Arrival] = []
-        for part, folder, *_ in (one for one in found if one.part.asked["what"] == "trainings"):
+        for part, folder, *_ in trained:
             samples: dict[str, list[Sample]] = defaultdict(list)
             for i, values in enumerate(part.asked["jobs"]):
                 job = prepare(Spec.from_dict(values))
@@ -222,6 +225,15 @@ def speeds(found: Sequence[Mapping[str, float]], cores: int) -> tuple[float, flo
     each = (sum(rank.get(str(processes), 0.0) for rank in found) / cores for processes in (cores, 2 * cores))
     busy, shared = (min(1.0, steps / alone) for steps in each)
     return busy, min(busy, shared)
+
+
+def mean_speed(parts: Iterable[tuple[int, Sequence[Mapping[str, Any]]]]) -> dict[str, float]:
+    """Of each part its processes, and what each of them found -> `2`: steps a second of each of two processes, before
+    and after whatever else such parts measured. Means are of seconds, of which a prediction is a sum."""
+    seconds: dict[int, list[float]] = defaultdict(list)
+    for processes, ranks in parts:
+        seconds[processes] += [1 / steps for rank in ranks for steps in rank["speeds"]]
+    return {str(processes): 1 / fmean(each) for processes, each in sorted(seconds.items())}
 
 
 def rates_of(measured: Mapping[str, Curve]) -> dict[str, float]:

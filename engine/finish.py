@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from engine.analysis.summary import nothing, of_run
 from engine.archive import read_json, read_status, read_steps, write_json
 from engine.conform import conform
 from engine.cost import calibration
-from engine.cost.calibration import num_cores
+from engine.cost.calibration import PROBING, num_cores
 from engine.cost.memory import CATEGORIES, METHOD, errors
 from engine.health import local_losses, memory_growth, repeated_orders
 from engine.job import Job, prepare
@@ -95,7 +95,7 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
         "validation_accuracy": read_json(validation)["accuracy"] if validation.exists() else None,
         "parity": _parity(folder, job, state, done),
         "conformance": conformance,
-        "accuracy": _accuracy(job, prediction, whole, steps, steady),
+        "accuracy": _accuracy(folder, job, prediction, whole, steps, steady),
         "expert_tokens": _expert_tokens(job, routed),
         "targets": _targets(steps, done),
         "memory": _memory(folder, asked, prediction),
@@ -236,6 +236,7 @@ def _analysis(
 
 
 def _accuracy(
+    folder: Path,
     job: Job,
     prediction: Prediction,
     timeline: Timeline,
@@ -265,11 +266,22 @@ def _accuracy(
         predicted_waited=sum(simulation.per_rank(simulation.waited)) / job.spec.devices,
         ranks=job.processes,
         cores=num_cores(),
+        slower=_slower(folder, job.processes) if on_cpu and job.spec.paced is None else None,
     )
     found |= {"cores": num_cores(), "other_cores": other_cores(steps, steady)}
     paced = prediction.job.spec.paced
     source = calibration.find().source if on_cpu and paced is None else None
     return {"machine": paced or ("local" if on_cpu else job.spec.machine), "calibration": source, **found}
+
+
+def _slower(folder: Path, processes: int) -> float | None:
+    """How many times as long this machine took for a small training after the run's last step as when it was
+    calibrated. None where the run ended before."""
+    files = [read_json(folder / f"rank{rank}.speed.json") for rank in range(min(processes, PROBING))]
+    if not all(files):
+        return None
+    seconds = fmean(1 / file["steps_per_second"] for file in files)
+    return calibration.find().calibration.slower(processes, 1 / seconds)
 
 
 def other_cores(steps: list[list[dict]], steady: range) -> float | None:

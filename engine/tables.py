@@ -285,11 +285,14 @@ def _accuracy(found: dict[str, Any] | None) -> list[tuple[str, str]]:
         error = "" if row["error"] is None else f": {100 * row['error']:+.0f} %"
         lines.append((f"  {row['kind']}", f"{seconds(row['measured'])} (predicted {seconds(row['predicted'])}{error})"))
     why = explain(found["reason"], seconds) if found["reason"] else "as predicted"
-    other = shared_with(found)
-    meanwhile = (
-        [("  meanwhile", "other programs kept {other} of {cores} cores busy".format_map(other))] if other else []
-    )
-    return [*lines, ("  the step", why), *meanwhile]
+    lines.append(("  the step", why))
+    if at := found.get("at_speed"):  # runs of earlier days hold none
+        error = f"{100 * at['error']:+.0f} %"
+        told = f"{found['slower']:.2f} times what the same took when calibrated; at this speed"
+        lines.append(("  the machine", f"{told} {seconds(at['predicted'])} are predicted: {error}"))
+    if other := shared_with(found):
+        lines.append(("  meanwhile", "other programs kept {other} of {cores} cores busy".format_map(other)))
+    return lines
 
 
 def _resumed(values: dict[str, Any]) -> str:

@@ -26,8 +26,9 @@ from engine.rules import SpecError
 SHIPPED = Path(__file__).resolve().parents[1] / "data" / "calibration.json"
 VARIABLE = "LOCKSTEP_CALIBRATION"  # a file to store in and to read from; `none`: what is shipped, wherever this runs
 OLD = 90  # days
+PROBING = 2  # processes at most that train at once where it is measured how fast a machine is
 MANY = 0.1  # of the cores: other programs that keep so many busy are worth a word
-VERSION = 2  # of what is stored
+VERSION = 3  # of what is stored
 MEMORY_DIFFERS = 0.02  # of a machine's memory, that may be more or less after a restart
 COMMAND = "python -m engine calibrate"
 DIFFERS = ("host", "cpu", "cores", "memory", "gpus", "system", "torch")  # in the order in which they are told
@@ -108,8 +109,9 @@ class Calibration:
     """`curves`: precision and threads (`fp32/2`) -> (FLOPs, seconds) of a product; `memory/1` -> (bytes read and
     written, seconds) of a sum; kind of communication and ranks (`all_reduce/4`) -> (bytes, seconds, cores busy
     meanwhile, over all ranks). `ops`: who runs it, its kind and part (`fsdp/forward/block`) -> Cost. `together`,
-    `crowded` and `uneven`: see Machine. `disturbed`: cores that other programs kept busy meanwhile. `made`: Unix
-    seconds; `seconds`: how long it took. `rates`: a few of the numbers as people know them."""
+    `crowded` and `uneven`: see Machine. `speed`: in how many processes a small training went on at once -> steps a
+    second of each, in the mean over all this (`engine.real.speed`). `disturbed`: cores that other programs kept busy
+    meanwhile. `made`: Unix seconds; `seconds`: how long it took. `rates`: a few of the numbers as people know them."""
 
     identity: Identity
     made: float
@@ -118,6 +120,7 @@ class Calibration:
     crowded: float
     uneven: float
     disturbed: float
+    speed: Mapping[str, float]
     curves: Mapping[str, Curve]
     ops: Mapping[str, Cost]
     rates: Mapping[str, float]
@@ -128,6 +131,11 @@ class Calibration:
         """How many of the cores (`other`, `cores`) other programs kept busy, where that was more than a tenth."""
         many = self.disturbed > MANY * self.identity.cores
         return {"other": f"{self.disturbed:.1f}", "cores": self.identity.cores} if many else None
+
+    def slower(self, processes: int, steps: float) -> float | None:
+        """How many times as long the same takes where that many processes do so many steps a second."""
+        then = self.speed.get(str(min(processes, PROBING)))
+        return then / steps if then and steps else None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"ops": {name: list(cost) for name, cost in self.ops.items()}}
@@ -145,6 +153,7 @@ class Calibration:
             identity=Identity(**who | {"gpus": tuple(who["gpus"])}),
             ops={name: Cost(*map(_number, cost)) for name, cost in values["ops"].items()},
             rates={name: _number(rate) for name, rate in values["rates"].items()},
+            speed={processes: _number(steps) for processes, steps in values["speed"].items()},
             curves={name: _curve(points) for name, points in values["curves"].items()},
             **numbers,
         )

@@ -25,11 +25,11 @@ from torch.autograd.profiler import _disable_profiler, _enable_profiler, _prepar
 from engine import modes
 from engine.archive import read_json, write_json
 from engine.job import prepare
-from engine.real import cores, worker
+from engine.real import cores, speed, worker
 from engine.real.parity import Parity
 from engine.real.recorder import Recorder, communications
 from engine.real.targets import Targets
-from engine.real.training import Place, mark_updates, update
+from engine.real.training import Place, mark_updates
 from engine.settings import ONE_PROCESS_MODES
 from engine.spec import Spec
 
@@ -113,26 +113,13 @@ def seconds_of(call: Callable[[], object], budget: float, clock: Callable[[], fl
 def together(asked: dict, folder: Path, rank: int, world_size: int) -> tuple[dict, list]:
     """`2` -> steps a second of this process while two of them train a model of their own, on one thread each."""
     torch.set_num_threads(1)
-    job = prepare(Spec.from_dict(asked["job"]))
-    recorder = Recorder(folder / f"rank{rank}.jsonl", rank, 0, enabled=False)
-    training = modes.run(job.spec.mode).training(job, Place(rank, 1, torch.device("cpu"), recorder, folder))
-    found: dict[str, float] = {}
+    probe, found = speed.Probe(folder, rank), {}
     for processes in asked["each"]:
         dist.barrier()
         if rank < processes:
-            train(training, recorder)
-            dones, began = 0, time.perf_counter()
-            while (ended := time.perf_counter()) - began < asked["budget"] or not dones:
-                train(training, recorder)
-                dones += 1
-            found[str(processes)] = dones / (ended - began)
+            found[str(processes)] = probe.steps_per_second(asked["budget"])
         told(folder, rank)
-    return found, [training]
-
-
-def train(training: Any, recorder: Recorder) -> None:
-    training.make_gradients(0)
-    update(training, recorder)
+    return found, [probe]
 
 
 # --- links ------------------------------------------------------------------------------------------------------------
@@ -208,8 +195,10 @@ def _of_calls(marks: list[tuple[int, int]], events: list) -> list[list[tuple[int
 
 
 def trainings(asked: dict, folder: Path, rank: int, world_size: int) -> tuple[dict, list]:
-    """A few steps of each job, in a folder of its own as that of a run. What has process groups is kept."""
+    """A few steps of each job, in a folder of its own as that of a run. What has process groups is kept. Found: how
+    fast this machine was before the first and after the last of them."""
     kept = []
+    speeds = [speed.steps_per_second(folder, rank, world_size, asked["budget"])]
     origin = asked["origin"]
     for i, values in enumerate(asked["jobs"]):
         job = prepare(Spec.from_dict(values))
@@ -232,4 +221,5 @@ def trainings(asked: dict, folder: Path, rank: int, world_size: int) -> tuple[di
         if world_size > 1:
             dist.barrier()
         told(folder, rank)
-    return {}, kept
+    speeds.append(speed.steps_per_second(folder, rank, world_size, asked["budget"]))
+    return {"speeds": speeds}, kept

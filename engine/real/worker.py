@@ -23,7 +23,7 @@ from engine import modes
 from engine.faults import parse_fault
 from engine.job import Job, prepare
 from engine.pictured import trained
-from engine.real import agree, checkpoint, cores, faults, models
+from engine.real import agree, checkpoint, cores, faults, models, speed
 from engine.real.clip import clip
 from engine.real.data import Batches
 from engine.real.evaluation import evaluate
@@ -88,6 +88,8 @@ def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") 
                     recorder.doing = "checkpoint"
                     checkpoint.save(folder, job, done, training.held(), training.optimizer)
         recorder.flush()
+        if asked.spec.paced is None:
+            speed.keep(job, place)
         _validate(job, place, training)
         if job.spec.measure_memory:
             measure(job, place, training)  # the last thing, since it goes on training

@@ -3,11 +3,15 @@ in: hand-made timelines, each with one thing wrong."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
 
 from bench.accuracy import told
 from engine.accuracy import REASONS, accuracy, by_kind, explain, shared_with, without_waiting
-from engine.finish import _step_seconds, other_cores
+from engine.cost import calibration
+from engine.finish import _slower, _step_seconds, other_cores
 from engine.plan import Mesh
 from engine.real import cores
 from engine.spec import Spec
@@ -108,6 +112,43 @@ def test_compute_that_had_to_wait_for_a_core():
     assert compare(timeline(slow), waited=3.5, predicted_waited=3.5)["reason"]["code"] == "ops"
 
 
+def test_a_machine_that_was_slower_than_when_it_was_calibrated():
+    """All takes 1.2 times as long, and the backward half a second more: of 2.5 s 2 are the machine's."""
+    slow = {r: [("forward", 0, 3.6), ("backward", 3.6, 11.3), ("all_reduce", 11.3, 12.5)] for r in (0, 1)}
+    found = compare(timeline(slow), slower=1.2)
+    assert found["parts"] == pytest.approx({"speed": 2.0, "ops": 0.5, "copies": 0, "imbalance": 0, "between": 0})
+    assert found["reason"]["code"] == "speed" and found["reason"]["values"]["longer"]
+    assert found["at_speed"] == {"kind": "step", "predicted": 12.0, "measured": 12.5, "error": pytest.approx(-0.04)}
+    assert found["step"]["error"] == pytest.approx(10 / 12.5 - 1)  # what was said before the run stays as it was
+    # Of the 1.3 s in which they waited for a core, 1.2 were predicted at that speed.
+    assert compare(timeline(slow), slower=1.2, waited=1.3, predicted_waited=1.0)["parts"]["contention"] == (
+        pytest.approx(0.1)
+    )
+
+
+def test_a_machine_that_was_faster():
+    quick = {r: [("forward", 0, 2.4), ("backward", 2.4, 7.2), ("all_reduce", 7.2, 8)] for r in (0, 1)}
+    found = compare(timeline(quick), slower=0.8)
+    assert found["at_speed"]["error"] == pytest.approx(0) and found["parts"]["speed"] == pytest.approx(-2.0)
+    assert explain(found["reason"], seconds).startswith("this machine was faster")
+
+
+def test_where_its_speed_is_not_known_it_is_no_part():
+    found = compare(PLANNED)
+    assert (found["slower"], found["at_speed"]) == (None, None) and "speed" not in found["parts"]
+
+
+def test_a_run_that_ended_before_has_no_speed(tmp_path, monkeypatch):
+    """Two ranks did 10 and 30 steps a second after it: 1/15 s a step in the mean."""
+    then = dataclasses.replace(calibration.find().calibration, speed={"2": 30.0})
+    monkeypatch.setattr(calibration, "find", lambda: calibration.Found(then, "calibrated", None))
+    assert _slower(tmp_path, 4) is None
+    for rank, steps in enumerate((10.0, 30.0)):
+        assert _slower(tmp_path, 4) is None
+        (tmp_path / f"rank{rank}.speed.json").write_text(json.dumps({"steps_per_second": steps}))
+    assert _slower(tmp_path, 4) == pytest.approx(2.0)
+
+
 def lines(*steps: tuple[float, float, tuple[float, float]]) -> list[list[dict]]:
     """(end, seconds that cores were busy, CPU seconds of each of two ranks) of each step -> each rank's lines."""
     ranks = [[{"end": end, "cpu": cpu[rank]} for end, _, cpu in steps] for rank in (0, 1)]
@@ -176,7 +217,7 @@ def test_every_reason_can_be_said_both_ways():
 
 
 def test_the_result_of_a_real_run_holds_it_for_every_kind_of_op(launcher, runs_dir):
-    spec = Spec(mode="fsdp", devices=2, model="gpt", layers=2, hidden=32, context=16, dataset="synthetic", steps=4)
+    spec = Spec(mode="fsdp", devices=2, model="gpt", layers=2, hidden=32, context=16, dataset="synthetic", steps=10)
     result = finished(spec.with_(global_batch=4, parity_steps=0), launcher, runs_dir)
     found = result["accuracy"]
     kinds = {"load", "forward", "backward", "optimizer", "all_gather", "reduce_scatter"}
@@ -185,6 +226,8 @@ def test_the_result_of_a_real_run_holds_it_for_every_kind_of_op(launcher, runs_d
     assert found["step"]["measured"] == pytest.approx(result["step_time"])
     assert found["step"]["predicted"] == pytest.approx(result["predicted_step_time"])
     assert (found["machine"], found["calibration"]) == ("local", "shipped")
+    assert found["slower"] > 0
+    assert found["at_speed"]["predicted"] == pytest.approx(found["slower"] * found["step"]["predicted"])
     parts = [value for name, value in found["parts"].items() if name != "start_up"]
     assert sum(parts) == pytest.approx(found["step"]["measured"] - found["step"]["predicted"])
 
@@ -208,12 +251,15 @@ def test_what_rounds_say_of_predictions_and_of_the_machine_itself():
         rows = {}
         for case, each in runs.items():
             predicted, measured = each[i]
-            rows[case] = {"predicted": predicted, "measured": measured, "error": predicted / measured - 1}
+            row = {"predicted": predicted, "measured": measured, "error": predicted / measured - 1}
+            rows[case] = row | {"slower": 1.0 + i, "at_speed": (1 + i) * predicted / measured - 1}
         rounds.append({"made": 0.0, "disturbed": {"calibration": None, "runs": []}, "rows": rows})
     found = told(rounds)
     assert found["error"] == pytest.approx({"a": 0.1, "b": 0.025})
     assert found["median_error"] == pytest.approx(0.0625)
     assert found["of_rounds"] == pytest.approx([0.15, 0.175])
+    assert found["slower"] == [1.0, 2.0]
+    assert found["at_speed"] == pytest.approx([0.15, (1.2 + 1.5) / 2])  # twice 1.1 and 1.25 is off by 1.2 and 1.5
     assert found["floor"] == pytest.approx((0.25 + 0.2) / 2)
     assert found["calibrations"] == pytest.approx((0.25 + 0.2) / 2)
     assert found["one_side"] == {"a": pytest.approx(0.1)}

@@ -19,7 +19,7 @@ from viz.figures.experts import experts_info, plot_experts
 from viz.figures.losses import plot_losses, result_losses
 from viz.figures.memory import memory_info, plot_memory
 from viz.figures.memory_time import over_time_info, plot_over_time
-from viz.figures.words import op_name, show_bytes, show_seconds
+from viz.figures.words import op_name, show_bytes, show_error, show_seconds
 from viz.locales import Catalogue
 from viz.locales.engine import explain, reasons
 from viz.pages.prediction import Shown
@@ -120,6 +120,9 @@ def _say_why(result: Mapping[str, Any], shown: Shown, text: Catalogue) -> None:
     why, words = found["reason"], reasons(text.language)
     told = why and accuracy.explain(why, show_seconds, words, lambda kind: op_name(text, kind))
     st.caption(escape(text("accuracy.reason", reason=told) if told else text("accuracy.as_predicted")))
+    if at := found.get("at_speed"):  # runs of earlier days hold none
+        values = {"predicted": show_seconds(at["predicted"]), "error": show_error(at["error"])}
+        st.caption(escape(text("accuracy.speed", factor=f"{found['slower']:.2f}", **values)))
     if other := accuracy.shared_with(found):
         st.caption(f":material/warning: {text('accuracy.other', **other)}")
     if found["calibration"] == "shipped":
