@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from engine import archive
 from engine.calibrated import Arrival, Sample, costs, of_training, unevenness
-from engine.cost.calibration import MANY, Calibration, Cost, Curve, num_cores, this_machine
+from engine.cost.calibration import MANY, ON_GPU, Calibration, Cost, Curve, num_cores, this_machine
 from engine.cost.local import PLAIN, Local
-from engine.job import prepare
+from engine.job import count_gpus, prepare
 from engine.launch import Handle, Launcher
 from engine.spec import Spec
 
@@ -29,6 +29,7 @@ OPTIONS = ("--worker", "engine.real.calibration:work", "--finish", "engine.real.
 COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 LINKS = (*COLLECTIVE_KINDS, "send")
 SIZES = (64, 16_384, 131_072, 1_048_576, 4_194_304)
+GPU_SIZES = (64, 131_072, 4_194_304, 67_108_864, 268_435_456)
 PASSES = 2  # over all sizes, so that what disturbs the machine for a moment is not all that is seen of one
 ENOUGH = 24.0  # seconds: as long as no more would have gone by, what other programs disturbed is measured once more
 LIMIT = 600.0  # seconds after which a measurement is given up
@@ -136,18 +137,27 @@ class Measuring:
         """Links first, on a machine whose caches and clocks are not yet warm with products."""
         effort = self.effort
         for ranks in effort.ranks:
-            kinds = [*COLLECTIVE_KINDS, *(["send"] if ranks == 2 else [])]
-            asked = {"what": "links", "kinds": kinds, "sizes": SIZES, "passes": PASSES, "budget": effort.budget}
-            yield Part(f"links{ranks}", ranks, asked, PASSES * len(kinds) * len(SIZES))
+            yield self._links("cpu", ranks, SIZES)
         each = sorted({1, cores, 2 * cores})
-        asked = {"what": "together", "each": each, "budget": 10 * effort.budget}
+        asked = {"what": "together", "device": "cpu", "each": each, "budget": 10 * effort.budget}
         yield Part("together", max(2, each[-1]), asked, len(each))
-        asked = {"what": "rates", "each_threads": each_threads, "budget": effort.budget}
+        asked = {"what": "rates", "device": "cpu", "each_threads": each_threads, "budget": effort.budget}
         yield Part("rates", 1, asked, len(each_threads) * 8 + 1)
         for threads in each_threads:
             yield self._trainings(f"alone{threads}", 1, ALONE, {"threads": threads})
         yield self._trainings("shared", 2, SHARED, {})
         yield self._trainings("threads", 1, THREADS, {"threads": max(1, cores // 2)})
+        if gpus := count_gpus():
+            asked = {"what": "rates", "device": "cuda", "each_threads": [1], "budget": effort.budget}
+            yield Part("gpu_rates", 1, asked, 11)
+            for ranks in sorted({2, gpus}) if gpus > 1 else ():
+                yield self._links("cuda", ranks, GPU_SIZES)
+
+    def _links(self, device: str, ranks: int, sizes: Sequence[int]) -> Part:
+        kinds = [*COLLECTIVE_KINDS, *(["send"] if ranks == 2 else [])]
+        asked = {"what": "links", "device": device, "kinds": kinds, "sizes": sizes, "passes": PASSES}
+        name = f"{'gpu_' if device == 'cuda' else ''}links{ranks}"
+        return Part(name, ranks, asked | {"budget": self.effort.budget}, PASSES * len(kinds) * len(sizes))
 
     def _trainings(self, name: str, processes: int, wanted: Iterable[tuple], more: dict) -> Part:
         devices = 2 if name in ("shared", "threads") else 1
@@ -156,7 +166,8 @@ class Measuring:
             if self.effort.modes is not None and mode not in (PLAIN, *self.effort.modes):
                 continue
             jobs += [self._job(mode, model, devices, *size, settings) for size in ((_SMALL, 4), (_LARGE, 8))]
-        asked = {"what": "trainings", "origin": time.time_ns(), "jobs": jobs, "budget": 5 * self.effort.budget, **more}
+        asked = {"what": "trainings", "device": "cpu", "origin": time.time_ns(), "jobs": jobs, **more}
+        asked |= {"budget": 5 * self.effort.budget}
         return Part(name, processes, asked, len(jobs))
 
     def _job(self, mode: str, model: str, devices: int, sizes: dict, batch: int, settings: dict) -> dict[str, Any]:
@@ -187,10 +198,14 @@ class Measuring:
 
     def _calibration(self, found: Sequence[Measured], began: float) -> Calibration:
         by_name = {one.part.name: one for one in found}
-        measured = {key: tuple(map(tuple, points)) for key, points in by_name["rates"].ranks[0].items()}
+        measured: dict[str, Curve] = {}
         for one in found:
-            if one.part.asked["what"] == "links":
-                measured |= curves(one.ranks, ranks=one.part.processes)
+            what, on = one.part.asked["what"], ON_GPU if one.part.asked["device"] == "cuda" else ""
+            if what == "rates":
+                measured |= {on + key: tuple(map(tuple, points)) for key, points in one.ranks[0].items()}
+            elif what == "links":
+                made = curves(one.ranks, ranks=one.part.processes)
+                measured |= {on + key: curve for key, curve in made.items()}
         together, crowded = speeds(by_name["together"].ranks, num_cores())
         trained = [one for one in found if one.part.asked["what"] == "trainings"]
         calibration = Calibration(
@@ -242,7 +257,7 @@ def rates_of(measured: Mapping[str, Curve]) -> dict[str, float]:
     for key, curve in measured.items():
         name = key.replace("/", "_")
         rates[name if name != "memory_1" else "memory"] = curve[-1][0] / max(curve[-1][1], 1e-9)
-        if key.partition("/")[0] in LINKS:
+        if key.removeprefix(ON_GPU).partition("/")[0] in LINKS:
             rates[f"{name}_latency"] = curve[0][1]
     return rates
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.cost.calibration import Calibration
+from engine.cost.calibration import ON_GPU, Calibration
 from engine.tables import BAR, rows, seconds
 
 
@@ -15,7 +15,7 @@ def calibration(made: Calibration, path: Path) -> str:
     """A few of its numbers, and where it is."""
     lines = []
     for name, value in made.rates.items():
-        product = name.startswith(("fp32", "bf16"))
+        product = name.removeprefix(ON_GPU).startswith(("fp32", "bf16"))
         told = seconds(value) if name.endswith("latency") else f"{value / 1e9:.3g} {'GFLOP/s' if product else 'GB/s'}"
         lines.append((name.replace("_", " "), told))
     others = f"{made.disturbed:.2g} of {made.identity.cores} cores"

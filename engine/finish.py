@@ -28,6 +28,7 @@ from engine.archive import read_json, read_status, read_steps, write_json
 from engine.conform import conform
 from engine.cost import calibration
 from engine.cost.calibration import PROBING, num_cores
+from engine.cost.machine import machine
 from engine.cost.memory import CATEGORIES, METHOD, errors
 from engine.health import local_losses, memory_growth, repeated_orders
 from engine.job import Job, prepare
@@ -247,7 +248,7 @@ def _accuracy(
     is predicted for the machine `local`, of a scale model for what it shows, and of one on GPUs for the machine that
     was asked for. None where that machine is no device's: nothing is compared."""
     on_cpu = job.spec.device == "cpu"
-    if not on_cpu and job.spec.machine == "local":
+    if not on_cpu and machine(job.spec.machine, "cuda").cores:
         return None
     if on_cpu and job.spec.machine != "local":
         prediction = predict(job.spec.with_(machine="local"))
@@ -270,7 +271,8 @@ def _accuracy(
     )
     found |= {"cores": num_cores(), "other_cores": other_cores(steps, steady)}
     paced = prediction.job.spec.paced
-    source = calibration.find().source if on_cpu and paced is None else None
+    of_here = paced is None and (on_cpu or job.spec.machine == "local")
+    source = calibration.find().source if of_here else None
     return {"machine": paced or ("local" if on_cpu else job.spec.machine), "calibration": source, **found}
 
 

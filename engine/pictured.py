@@ -61,7 +61,7 @@ def steady_step(job: Job, on: Machine | None = None) -> Simulation:
 def machine_of(job: Job, on: Machine | None = None) -> Machine:
     """The job's machine, or another one, at what it computes and at what moves there. SpecError where that was not
     measured."""
-    spec, found = job.spec, on or machine(job.spec.machine)
+    spec, found = job.spec, on or machine(job.spec.machine, job.spec.device)
     if found.local is not None and spec.precision not in (None, *(measured := found.local.precisions)):
         names = {"machine": spec.machine, "measured": ", ".join(measured)}
         raise SpecError("precision_here", "precision", spec.precision, suggest=measured, **names)

@@ -62,7 +62,7 @@ class Prediction:
 
     @property
     def machine(self) -> Machine:
-        return machine(self.job.spec.machine).at(self.job.spec.precision)
+        return machine(self.job.spec.machine, self.job.spec.device).at(self.job.spec.precision)
 
     def utilisation(self, seconds: float | None, on: Machine | None) -> dict[str, Any]:
         """MFU (`engine.analysis.mfu`) of this job, had its step taken so long on such a machine. Seconds of a scale

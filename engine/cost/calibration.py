@@ -26,6 +26,7 @@ from engine.rules import SpecError
 SHIPPED = Path(__file__).resolve().parents[1] / "data" / "calibration.json"
 VARIABLE = "LOCKSTEP_CALIBRATION"  # a file to store in and to read from; `none`: what is shipped, wherever this runs
 OLD = 90  # days
+ON_GPU = "cuda:"  # before the name of a curve that is of GPUs, and of NCCL between them
 PROBING = 2  # processes at most that train at once where it is measured how fast a machine is
 MANY = 0.1  # of the cores: other programs that keep so many busy are worth a word
 VERSION = 3  # of what is stored
@@ -108,10 +109,11 @@ Curve = tuple[tuple[float, ...], ...]  # (size, seconds, ...) in rising order of
 class Calibration:
     """`curves`: precision and threads (`fp32/2`) -> (FLOPs, seconds) of a product; `memory/1` -> (bytes read and
     written, seconds) of a sum; kind of communication and ranks (`all_reduce/4`) -> (bytes, seconds, cores busy
-    meanwhile, over all ranks). `ops`: who runs it, its kind and part (`fsdp/forward/block`) -> Cost. `together`,
-    `crowded` and `uneven`: see Machine. `speed`: in how many processes a small training went on at once -> steps a
-    second of each, in the mean over all this (`engine.real.speed`). `disturbed`: cores that other programs kept busy
-    meanwhile. `made`: Unix seconds; `seconds`: how long it took. `rates`: a few of the numbers as people know them."""
+    meanwhile, over all ranks); the same of GPUs, where there are any, as `cuda:fp32/1`. `ops`: who runs it, its kind
+    and part (`fsdp/forward/block`) -> Cost. `together`, `crowded` and `uneven`: see Machine. `speed`: in how many
+    processes a small training went on at once -> steps a second of each, in the mean over all this
+    (`engine.real.speed`). `disturbed`: cores that other programs kept busy meanwhile. `made`: Unix seconds; `seconds`:
+    how long it took. `rates`: a few of the numbers as people know them."""
 
     identity: Identity
     made: float

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from engine.cost.calibration import SHIPPED, Calibration, load, num_cores
+from engine.cost.calibration import ON_GPU, SHIPPED, Calibration, load, num_cores
 from engine.cost.hardware import EVERYBODY, Link, Machine
 from engine.cost.local import Local
 
@@ -223,6 +223,26 @@ def of_calibration(made: Calibration) -> Machine:
         crowded=made.crowded,
         uneven=made.uneven,
         local=Local(made),
+    )
+
+
+def gpus_of_calibration(made: Calibration) -> Machine | None:
+    """The GPUs of the machine on which Lockstep runs, by FLOPs and bytes; None where none were measured. One that is
+    alone has no link: to another one all would go through their host."""
+    measured = {key.removeprefix(ON_GPU): curve for key, curve in made.curves.items() if key.startswith(ON_GPU)}
+    if not measured:
+        return None
+    products, halves, memory = (measured[name] for name in ("fp32/1", "bf16/1", "memory/1"))
+    messages = measured.get("send/2", made.curves["send/2"])
+    rate = products[-1][0] / products[-1][1]
+    return Machine(
+        name="local",
+        flop_rate=rate,
+        memory_rate=memory[-1][0] / memory[-1][1],
+        op_overhead=products[0][1],
+        link_latency=messages[0][1],
+        link_rate=messages[-1][0] / messages[-1][1],
+        bf16_gain=halves[-1][0] / halves[-1][1] / rate,
     )
 
 

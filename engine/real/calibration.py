@@ -2,7 +2,8 @@
 
 Called by the launcher in forked processes, as a training's worker is. Three kinds of measurement: `rates` of products,
 one after the other or on all cores at once; `links`, every collective at several sizes; and `trainings`, a few steps of
-small jobs, recorded as those of any run. `engine.calibrate` makes costs of them.
+small jobs, recorded as those of any run. `engine.calibrate` makes costs of them. The first two are measured on GPUs as
+they are on the CPU, with NCCL in gloo's place, and a clock that waits until the device has done what it was asked for.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -35,9 +37,16 @@ from engine.spec import Spec
 
 ASKED, FOUND, PROGRESS = "calibration.json", "rank{rank}.found.json", "progress"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# [m, k] x [k, n], from a tiny layer on few samples to a block's on thousands of tokens.
-PRODUCTS = ((16, 16, 16), (64, 64, 64), (64, 256, 256), (512, 128, 512), (2048, 512, 512))
-ARRAYS = (4_096, 262_144, 2_097_152, 16_777_216)  # bytes of an array
+# [m, k] x [k, n], from a tiny layer on few samples to a block's on thousands of tokens; a GPU is full with more.
+PRODUCTS = {
+    "cpu": ((16, 16, 16), (64, 64, 64), (64, 256, 256), (512, 128, 512), (2048, 512, 512)),
+    "cuda": ((16, 16, 16), (256, 256, 256), (1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192)),
+}
+FEWER = {"cpu": 3, "cuda": 5}  # of them in bf16, which few CPUs multiply
+ARRAYS = {  # bytes of an array
+    "cpu": (4_096, 262_144, 2_097_152, 16_777_216),
+    "cuda": (4_096, 2_097_152, 67_108_864, 536_870_912),
+}
 BETWEEN = 4_000_000  # bytes that are read, and written, from one collective to the next
 FEWEST, MOST = 4, 40  # calls of a collective, in each pass
 FLOAT = 4  # bytes
@@ -48,12 +57,13 @@ def work(run_dir: str, rank: int, world_size: int) -> Any:
     folder = Path(run_dir)
     asked = read_json(folder / ASKED)
     torch.set_num_threads(asked.get("threads") or max(1, len(os.sched_getaffinity(0)) // world_size))
-    worker._peak_memory(torch.device("cpu"))
+    device = worker.device_of(asked["device"], rank)
+    worker._peak_memory(device)
     if world_size > 1:
-        worker._join(folder, rank, world_size, torch.device("cpu"), "file", 60.0)
+        worker._join(folder, rank, world_size, device, "file", 60.0)
     measure = {"rates": rates, "together": together, "links": links, "trainings": trainings}[asked["what"]]
     began, busy, used = time.perf_counter(), cores.busy(), time.process_time()
-    found, kept = measure(asked, folder, rank, world_size)
+    found, kept = measure(asked, folder, device, rank, world_size)
     seconds, used, now = time.perf_counter() - began, time.process_time() - used, cores.busy()
     spent = {"seconds": seconds, "used": used, "busy": None if now is None else now - busy}
     write_json(folder / FOUND.format(rank=rank), {"found": found, "spent": spent})
@@ -62,6 +72,12 @@ def work(run_dir: str, rank: int, world_size: int) -> Any:
 
 def finish(run_dir: Path, state: str, error: dict[str, Any] | None) -> None:
     """Nothing is left to be done for a measurement when its processes have ended."""
+
+
+def settle(device: torch.device) -> None:
+    """Return when the device has done all that it was asked for; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def told(folder: Path, rank: int) -> None:
@@ -74,43 +90,49 @@ def told(folder: Path, rank: int) -> None:
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def rates(asked: dict, folder: Path, rank: int, world_size: int) -> tuple[dict, None]:
+def rates(asked: dict, folder: Path, device: torch.device, rank: int, world_size: int) -> tuple[dict, None]:
     """`fp32/1` -> (FLOPs, seconds) of a layer's product and of the two of its backward pass, in the mean; `memory/1` ->
     (bytes, seconds) of a sum of two arrays, whose result is new, as every layer's is."""
     found: dict[str, list[tuple[float, float]]] = {"memory/1": []}
     torch.set_num_threads(1)
-    for size in ARRAYS:
-        x, y = torch.zeros(size // FLOAT), torch.zeros(size // FLOAT)
-        found["memory/1"].append((3.0 * size, seconds_of(lambda x=x, y=y: x + y, asked["budget"], time.thread_time)))
+
+    def seconds(call: Callable[[], object], threads: int) -> float:
+        """What one thread of a CPU computes is measured by its own clock, which stands still while something else has
+        its core."""
+        clock = time.thread_time if threads == 1 and device.type == "cpu" else time.perf_counter
+        return seconds_of(call, asked["budget"], clock, device)
+
+    for size in ARRAYS[device.type]:
+        x, y = (torch.zeros(size // FLOAT, device=device) for _ in range(2))
+        found["memory/1"].append((3.0 * size, seconds(lambda x=x, y=y: x + y, 1)))
     told(folder, rank)
     for threads in asked["each_threads"]:
         torch.set_num_threads(threads)
         for name, dtype in DTYPES.items():
             points = found[f"{name}/{threads}"] = []
-            for m, k, n in PRODUCTS[: None if name == "fp32" else -2]:
-                x, w, g = (torch.randn(shape).to(dtype) for shape in ((m, k), (n, k), (m, n)))
+            for m, k, n in PRODUCTS[device.type][: None if name == "fp32" else FEWER[device.type]]:
+                x, w, g = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (n, k), (m, n)))
                 ways = (lambda x=x, w=w: F.linear(x, w), lambda g=g, w=w: g @ w, lambda g=g, x=x: g.t() @ x)
-                clock = time.thread_time if threads == 1 else time.perf_counter
-                seconds = sum(seconds_of(way, asked["budget"], clock) for way in ways) / len(ways)
-                points.append((2.0 * m * k * n, seconds))
+                points.append((2.0 * m * k * n, fmean(seconds(way, threads) for way in ways)))
                 told(folder, rank)
     return found, None
 
 
-def seconds_of(call: Callable[[], object], budget: float, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Median seconds of one call, over calls that fill `budget` seconds, and no less than three. What one thread
-    computes is measured by its own clock, which stands still while something else has its core."""
+def seconds_of(call: Callable[[], object], budget: float, clock: Callable[[], float], device: torch.device) -> float:
+    """Median seconds of one call, over calls that fill `budget` seconds, and no less than three."""
     call()
+    settle(device)
     times: list[float] = []
     began = time.perf_counter()
     while len(times) < 3 or time.perf_counter() - began < budget:
         start = clock()
         call()
+        settle(device)
         times.append(clock() - start)
     return median(times)
 
 
-def together(asked: dict, folder: Path, rank: int, world_size: int) -> tuple[dict, list]:
+def together(asked: dict, folder: Path, device: torch.device, rank: int, world_size: int) -> tuple[dict, list]:
     """`2` -> steps a second of this process while two of them train a model of their own, on one thread each."""
     torch.set_num_threads(1)
     probe, found = speed.Probe(folder, rank), {}
@@ -125,44 +147,51 @@ def together(asked: dict, folder: Path, rank: int, world_size: int) -> tuple[dic
 # --- links ------------------------------------------------------------------------------------------------------------
 
 
-def calls(kind: str, size: int, rank: int, ranks: int) -> Callable[[], object]:
-    """A call of a collective with a tensor of `size` bytes on this rank, as plans count them. Tensors are new in each
-    call, as they are in a training: in no cache, and in memory that is touched for the first time."""
+def calls(kind: str, size: int, device: torch.device, rank: int, ranks: int) -> Callable[[], int | None]:
+    """A call of a collective with a tensor of `size` bytes on this rank, as plans count them; of a message there and
+    back, which says when it was there (Unix ns). Tensors are new in each call, as they are in a training: in no cache,
+    and in memory that is touched for the first time."""
     count = -(-max(1, size // FLOAT) // ranks) * ranks
-    if kind == "all_reduce":
-        return lambda: dist.all_reduce(torch.zeros(count))
-    if kind == "all_gather":
-        return lambda: dist.all_gather_into_tensor(torch.empty(count * ranks), torch.zeros(count))
-    if kind == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(torch.empty(count // ranks), torch.zeros(count))
-    if kind == "broadcast":
-        return lambda: dist.broadcast(torch.zeros(count), 0)
-    if kind == "all_to_all":
-        return lambda: dist.all_to_all_single(torch.empty(count), torch.zeros(count))
+    zeros, empty = (partial(make, device=device) for make in (torch.zeros, torch.empty))
 
-    def message() -> None:
+    def message() -> int:
         """From rank 0 to rank 1, and back."""
         for sender in (0, 1):
             if rank == sender:
-                dist.send(torch.zeros(count), 1 - sender)
+                dist.send(zeros(count), 1 - sender)
             elif rank == 1 - sender:
-                dist.recv(torch.empty(count), sender)
+                dist.recv(empty(count), sender)
+            if sender == 0:
+                settle(device)
+                there = time.time_ns()
+        return there
 
-    return message
+    return {
+        "all_reduce": lambda: dist.all_reduce(zeros(count)),
+        "all_gather": lambda: dist.all_gather_into_tensor(empty(count * ranks), zeros(count)),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(empty(count // ranks), zeros(count)),
+        "broadcast": lambda: dist.broadcast(zeros(count), 0),
+        "all_to_all": lambda: dist.all_to_all_single(empty(count), zeros(count)),
+        "send": message,
+    }[kind]
 
 
-def links(asked: dict, folder: Path, rank: int, world_size: int) -> tuple[dict, None]:
-    """`all_reduce/65536` -> this rank's (start, end) of every operation of gloo (Unix ns) in each of some calls, and
-    the part of that time in which the process used a core."""
+def links(asked: dict, folder: Path, device: torch.device, rank: int, world_size: int) -> tuple[dict, None]:
+    """`all_reduce/65536` -> this rank's (start, end) of every operation (Unix ns) in each of some calls, and the part
+    of that time in which the process used a core."""
     found: dict[str, Any] = {}
-    between = torch.zeros(BETWEEN // FLOAT)  # a step computes between collectives: caches are full of other things
+    between = torch.zeros(
+        BETWEEN // FLOAT, device=device
+    )  # a step computes between collectives: caches are full of other things
     passes = asked["passes"]
     for kind, size in passes * [*itertools.product(asked["kinds"], asked["sizes"])]:
-        call = calls(kind, size, rank, world_size)
+        call = calls(kind, size, device, rank, world_size)
         call()
+        settle(device)
         began = time.perf_counter()
         between + 1.0
         call()
+        settle(device)
         # All ranks make as many calls: rank 0 says how many.
         each = asked["budget"] / passes / (time.perf_counter() - began)
         count = torch.tensor([min(max(int(each), FEWEST), MOST)])
@@ -170,22 +199,31 @@ def links(asked: dict, folder: Path, rank: int, world_size: int) -> tuple[dict, 
         config = ProfilerConfig(ProfilerState.KINETO, True, False, False, False, False, _ExperimentalConfig())
         _prepare_profiler(config, {ProfilerActivity.CPU})
         _enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})
-        marks, cpu, wall = [], 0.0, 0.0
+        marks, halves, cpu, wall = [], [], 0.0, 0.0
         for _ in range(int(count)):
             between + 1.0
+            settle(device)
             start, used = time.time_ns(), time.process_time()
-            call()
+            there = call()
+            settle(device)
             marks.append((start, time.time_ns()))
+            halves.append(there if kind == "send" else None)
             cpu, wall = cpu + time.process_time() - used, wall + (marks[-1][1] - start) / 1e9
         events = communications(_disable_profiler().events())
         one = found.setdefault(f"{kind}/{size}", {"busy": 0.0, "calls": []})
         one["busy"] += cpu / wall / passes
-        one["calls"] += _of_calls(marks, events)
+        one["calls"] += of_calls(marks, events) if device.type == "cpu" else of_device(marks, halves)
         told(folder, rank)
     return found, None
 
 
-def _of_calls(marks: list[tuple[int, int]], events: list) -> list[list[tuple[int, int]]]:
+def of_device(marks: list[tuple[int, int]], halves: list[int | None]) -> list[list[tuple[int, int]]]:
+    """The same of a device, which is waited for: a call is an operation; a message there and back is two."""
+    pairs = zip(marks, halves, strict=True)
+    return [[mark, mark] if half is None else [mark, (mark[0], half), (half, mark[1])] for mark, half in pairs]
+
+
+def of_calls(marks: list[tuple[int, int]], events: list) -> list[list[tuple[int, int]]]:
     """Of each call its own (start, end), and those of the operations that began in it: one that is waited for begins
     before its call returns."""
     return [[mark, *((e.start, e.end) for e in events if mark[0] <= e.start <= mark[1])] for mark in marks]
@@ -194,7 +232,7 @@ def _of_calls(marks: list[tuple[int, int]], events: list) -> list[list[tuple[int
 # --- trainings --------------------------------------------------------------------------------------------------------
 
 
-def trainings(asked: dict, folder: Path, rank: int, world_size: int) -> tuple[dict, list]:
+def trainings(asked: dict, folder: Path, device: torch.device, rank: int, world_size: int) -> tuple[dict, list]:
     """A few steps of each job, in a folder of its own as that of a run. What has process groups is kept. Found: how
     fast this machine was before the first and after the last of them."""
     kept = []
@@ -206,9 +244,7 @@ def trainings(asked: dict, folder: Path, rank: int, world_size: int) -> tuple[di
         place_of.mkdir(exist_ok=True)
         if job.spec.mode not in ONE_PROCESS_MODES or rank == 0:
             recorder = Recorder(place_of / f"rank{rank}.jsonl", rank, origin, enabled=True)
-            place = Place(
-                rank, 1 if job.spec.mode in ONE_PROCESS_MODES else world_size, torch.device("cpu"), recorder, place_of
-            )
+            place = Place(rank, 1 if job.spec.mode in ONE_PROCESS_MODES else world_size, device, recorder, place_of)
             training = modes.run(job.spec.mode).training(job, place)
             mark_updates(training.optimizer, recorder)
             checked = training.held(), Parity(job, place, training), Targets(job, place)

@@ -46,7 +46,7 @@ def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") 
     folder = Path(run_dir)
     asked = prepare(Spec.from_dict(json.loads((folder / "spec.json").read_text())))
     job = trained(asked)
-    device = _device(job, rank)
+    device = device_of(job.spec.device, rank)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(world_size, job.spec.devices)))
     _peak_memory(device)
     if job.spec.mode not in ONE_PROCESS_MODES:
@@ -102,8 +102,8 @@ def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") 
     return training
 
 
-def _device(job: Job, rank: int) -> torch.device:
-    if job.spec.device == "cpu":
+def device_of(kind: str, rank: int) -> torch.device:
+    if kind == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)

@@ -32,7 +32,9 @@ from engine.cost.calibration import (
 from engine.cost.local import Local, part_class, run_by
 from engine.cost.machine import machine
 from engine.plan import Op
+from engine.predict import predict
 from engine.rules import SpecError
+from engine.spec import Spec
 
 MADE = Calibration(
     identity=this_machine(),
@@ -324,6 +326,57 @@ def test_a_machine_is_slower_by_what_the_same_takes_in_as_many_processes():
     assert MADE.slower(2, 60.0) == pytest.approx(0.5)
     assert MADE.slower(4, 60.0) == MADE.slower(2, 60.0)  # of more than two ranks two did it
     assert dataclasses.replace(MADE, speed={}).slower(1, 20.0) is None
+
+
+# GPUs
+
+
+def parts_of(gpus: int, monkeypatch) -> list[Part]:
+    monkeypatch.setattr(calibrate, "count_gpus", lambda: gpus)
+    return [part for part in Measuring()._parts(2, [1, 2]) if part.asked["device"] == "cuda"]
+
+
+def test_gpus_are_measured_where_there_are_any_and_nccl_where_there_are_several(monkeypatch):
+    assert parts_of(0, monkeypatch) == []
+    assert [(part.name, part.processes) for part in parts_of(1, monkeypatch)] == [("gpu_rates", 1)]
+    eight = parts_of(8, monkeypatch)
+    assert [part.processes for part in eight] == [1, 2, 8]
+    assert ["send" in part.asked["kinds"] for part in eight[1:]] == [True, False]
+
+
+def test_a_device_that_is_waited_for_says_of_a_call_when_it_began_and_ended():
+    """Two ranks reduce: the second is called 3 ns later, and done at 19. A message is there at 7, from a call at 2."""
+    from engine.real.calibration import of_device
+
+    reduced = [{"all_reduce/64": {"busy": 1.0, "calls": of_device([mark], [None])}} for mark in ((0, 18), (3, 19))]
+    assert curves(reduced, 2) == {"all_reduce/2": ((64.0, pytest.approx(16e-9), 2.0),)}
+    sent = [
+        {"send/64": {"busy": 0.5, "calls": of_device([mark], [half])}} for mark, half in (((2, 12), 6), ((1, 11), 7))
+    ]
+    assert curves(sent, 2) == {"send/2": ((64.0, pytest.approx(5e-9), 1.0),)}
+
+
+def test_a_job_on_gpus_is_predicted_by_what_was_measured_of_them(monkeypatch):
+    """8e12 FLOPs in 0.1 s, 1e9 bytes in 1 ms, messages of 20 us and 50 GB/s; on the CPU as before."""
+    of_gpus = {
+        "cuda:fp32/1": ((1e3, 1e-5), (8e12, 0.1)),
+        "cuda:bf16/1": ((1e3, 1e-5), (8e12, 0.01)),
+        "cuda:memory/1": ((1e3, 1e-5), (1e9, 1e-3)),
+        "cuda:send/2": ((64.0, 2e-5, 1.0), (1e9, 0.02, 1.0)),
+    }
+    made = dataclasses.replace(MADE, curves={**MADE.curves, **of_gpus})
+    monkeypatch.setattr(calibration, "find", lambda: calibration.Found(made, "calibrated", None))
+    gpu = machine("local", "cuda")
+    assert (gpu.cores, gpu.local, gpu.op_overhead, gpu.link_latency) == (0, None, 1e-5, 2e-5)
+    assert (gpu.flop_rate, gpu.memory_rate, gpu.link_rate) == pytest.approx((8e13, 1e12, 5e10))
+    assert gpu.at("bf16").flop_rate == pytest.approx(8e14)
+    assert machine("local").cores == machine("local", "cpu").cores > 0
+    spec = Spec(mode="ddp", devices=2, model="gpt", dataset="synthetic")
+    assert predict(spec.with_(device="cuda")).step_time == pytest.approx(predict(spec, on=gpu).step_time)
+    assert predict(spec).machine.cores > 0
+    # Where none were measured, there is nothing else to predict with.
+    monkeypatch.setattr(calibration, "find", lambda: calibration.Found(MADE, "calibrated", None))
+    assert machine("local", "cuda") == machine("local")
 
 
 def test_cores_that_others_kept_busy_are_those_that_no_rank_used(tmp_path):
