@@ -35,7 +35,7 @@ def size(value: float | None) -> str:
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(value) >= scale:
             return f"{value / scale:.4g} {unit}"
-    return f"{value:.0f} B"
+    return f"{round(value)} B"  # never -0
 
 
 def percent(value: float | None) -> str:

@@ -158,6 +158,7 @@ class LocalTraining:
         recorder = self.place.recorder
         with recorder.span("load", payload="batch", microbatch=recorder.microbatch):
             inputs, targets = self.batches(step, k, count)
+        recorder.doing = "forward"  # which may begin with what the wrapper around the chain sends
         loss = self.chain.loss(self.callee(inputs), targets, self.batches.per_sample)
         if count > 1:
             loss = loss / count

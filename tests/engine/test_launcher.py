@@ -98,11 +98,11 @@ def test_a_run_that_succeeds(run):
 
 FAILURES = {
     "raise": ("ValueError: this was meant", STEP, "all_reduce"),
-    # Who said nothing was last seen when it finished a step.
-    "exit": ("rank 1 exited with code 3 and said nothing", STEP - 1, None),
-    "signal 9": ("rank 1 was killed by signal 9 (SIGKILL)", STEP - 1, None),
-    "signal 11": ("rank 1 was killed by signal 11 (SIGSEGV)", STEP - 1, None),
-    "signal 6": ("rank 1 aborted (signal 6)", STEP - 1, None),
+    # Who said nothing was in the step after those that it finished.
+    "exit": ("rank 1 exited with code 3 and said nothing", STEP, None),
+    "signal 9": ("rank 1 was killed by signal 9 (SIGKILL)", STEP, None),
+    "signal 11": ("rank 1 was killed by signal 11 (SIGSEGV)", STEP, None),
+    "signal 6": ("rank 1 aborted (signal 6)", STEP, None),
 }
 
 
