@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.cost import kernels
+from engine.frozen import trained
 from engine.job import Job
 from engine.plan import Op
 from engine.settings import degree
@@ -28,9 +29,11 @@ OPTIMIZER_FLOPS = {"sgd": 4, "adamw": 12}
 ENDS = ("embed", "head")  # of which nothing is computed again but where every layer keeps no more than it must
 
 
-def kept(layer: Layer, spec: Spec | None, *, sent: bool = False) -> int:
+def kept(layer: Layer, spec: Spec | None, *, sent: bool = False, ends: bool = True) -> int:
     """Bytes that a layer keeps of one sample from its forward to its backward pass, as far as it is computed again.
-    `sent`: its output goes to another device, and is kept here for its gradient."""
+    `sent`: its output goes to another device, and is kept here for its gradient. `ends`: what follows it goes back."""
+    if layer.stops:
+        return layer.output_bytes * ends
     if spec is None or spec.recompute in (None, "none"):
         return layer.saved + (layer.output_bytes - layer.left if sent else -layer.copied)
     if spec.recompute == "full":
@@ -40,7 +43,8 @@ def kept(layer: Layer, spec: Spec | None, *, sent: bool = False) -> int:
 
 def is_recomputed(layer: Layer, spec: Spec | None) -> bool:
     """Whether a layer is computed again before it goes back: only one that keeps less for it."""
-    return spec is not None and spec.recompute not in (None, "none") and kept(layer, spec) < layer.saved
+    again = spec is not None and spec.recompute not in (None, "none") and not layer.stops
+    return again and kept(layer, spec) < layer.saved
 
 
 def forward(
@@ -61,10 +65,10 @@ def forward(
             part=layer.name,
             flops=layer.flops * samples,
             bytes=layer.param_bytes + samples * (layer.saved + layer.output_bytes),
-            saved=kept(layer, spec, sent=sent and layer is layers[-1]) * samples,
+            saved=kept(layer, spec, sent=sent and layer is layers[-1], ends=not (after and after.stops)) * samples,
             kernels=kernels.forward(layer.kernels, samples),
         )
-        for layer in layers
+        for layer, after in zip(layers, [*layers[1:], None], strict=True)
     ]
 
 
@@ -79,11 +83,11 @@ def backward(
     stays: bool = False,
 ) -> list[Op]:
     """From the last layer to the first: what was not kept is computed again; then twice the FLOPs of forward, which
-    reads what was saved, and writes the parameters' gradients. `sent`: the last output went to another device.
-    `stays`: all outputs are there until a later half of the backward."""
+    reads what was saved, and writes the parameters' gradients; of a frozen layer half of it. `sent`: the last output
+    went to another device. `stays`: all outputs are there until a later half of the backward."""
     where = {"stage": stage, "microbatch": microbatch}
     ops = []
-    for layer in reversed(layers):
+    for layer in (layer for layer in reversed(layers) if not layer.stops):
         if is_recomputed(layer, spec):
             still = stays or (sent and layer is layers[-1])
             there = kept(layer, spec, sent=still) + gone(layer, spec) - (layer.left if still else 0)
@@ -92,13 +96,14 @@ def backward(
         traffic = 2 * layer.param_bytes + 2 * samples * (layer.saved + layer.output_bytes)
         work = {"flops": 2 * layer.flops * samples, "kernels": kernels.backward(layer.kernels, samples)}
         work["scratch"] = layer.beside * samples + layer.beside_once
-        ops.append(Op(kind="backward", part=layer.name, bytes=traffic, **work, **where))
+        op = Op(kind="backward", part=layer.name, bytes=traffic, **work, **where)
+        ops.append(dataclasses.replace(halves(op)[0], kind=op.kind) if layer.frozen else op)
     return ops
 
 
 def backward_by_layer(layers: Sequence[Layer], samples: int, *, spec: Spec) -> list[list[Op]]:
     """The same, one list a layer, from the last to the first."""
-    return [backward([layer], samples, spec=spec) for layer in reversed(layers)]
+    return [backward([layer], samples, spec=spec) for layer in reversed(layers) if not layer.stops]
 
 
 def gone(layer: Layer, spec: Spec) -> int:
@@ -208,6 +213,7 @@ def microsteps(job: Job, passes: Callable[[int, bool], Sequence[Op]]) -> list[Op
 
 def optimizer(layers: Sequence[Layer], spec: Spec) -> Op:
     """Reads parameters and gradients, writes parameters; and reads and writes each copy that the optimizer keeps."""
+    layers = trained(layers)
     size = sum(layer.param_bytes for layer in layers)
     numbers = sum(layer.num_params for layer in layers)
     copies = OPTIMIZER_COPIES[spec.optimizer]
@@ -222,6 +228,7 @@ def clip(layers: Sequence[Layer], spec: Spec, axes: Sequence[tuple[str, int]] = 
     many numbers each, and the scaling. An axis of one device needs no sum, and is not to be given."""
     if spec.clip is None:
         return []
+    layers = trained(layers)
     size = sum(layer.param_bytes for layer in layers)
     total = Op(kind="all_reduce", part="norm", payload="control")
     sums = [dataclasses.replace(total, axis=axis, bytes=FP32 * count) for axis, count in axes]
@@ -238,15 +245,16 @@ def standing_memory(layers: Sequence[Layer], spec: Spec) -> dict[str, int]:
     have 2), of which replicas may share the last (ZeRO-1). Each product that is a weight's gradient is made in a
     tensor of two bytes, one for each matrix of a block, which Transformer Engine keeps (get_dummy_wgrad).
     """
-    size = sum(layer.param_bytes for layer in layers)
+    size, layers = sum(layer.param_bytes for layer in layers), trained(layers)
     if spec.master_weights:
         numbers = FP32 * sum(layer.num_params for layer in layers)
         state = numbers * (1 + OPTIMIZER_COPIES[spec.optimizer])
         held = {"parameters": size, "gradients": numbers, "optimizer": math.ceil(state / _sharing(spec))}
         return held | {"weight gradients": made_in(layers)}
     counters = STEP_COUNTER[spec.optimizer] * sum(len(layer.params) for layer in layers)
-    copies = size * OPTIMIZER_COPIES[spec.optimizer]
-    return {"parameters": size, "gradients": size, "optimizer": copies + counters}
+    learned = sum(layer.param_bytes for layer in layers)
+    copies = learned * OPTIMIZER_COPIES[spec.optimizer]
+    return {"parameters": size, "gradients": learned, "optimizer": copies + counters}
 
 
 def _sharing(spec: Spec) -> int:

@@ -21,7 +21,7 @@ def names(spec: Spec) -> tuple[str, ...]:
 
 
 def mark(spec: Spec, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """The layers, of which those that are frozen know it. SpecError where one is not there, or none is left to learn."""
+    """The layers, of which those that are frozen know it. SpecError where one is not there, or none is left."""
     frozen = names(spec)
     if spec.freeze is None:
         return layers

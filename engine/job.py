@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from engine import branches, checkpoints, datasets, schedules, slow
+from engine import branches, checkpoints, datasets, frozen, schedules, slow
 from engine.checks import (
     check_batch,
     check_compression,
@@ -210,12 +210,13 @@ def _prepare(spec: Spec) -> Job:
     if spec.top_k is not None and spec.top_k > spec.experts:
         raise SpecError("top_k_of_experts", "top_k", spec.top_k, suggest=[spec.experts], experts=spec.experts)
     num_train, num_validation, vocabulary = _data_sizes(spec)
-    layers = model_layers(spec, vocabulary)
+    layers = frozen.mark(spec, model_layers(spec, vocabulary))
     if spec.mode == "hybrid":
         spec = fill_degrees(spec)
     check_batch(spec, num_train)
     spec = check_mode(spec, layers)
     branches.check(spec, layers)
+    frozen.check(spec)
     if spec.steps is not None and spec.epochs is not None:
         raise SpecError("exclusive", "steps", spec.steps, other="epochs")
     batches = num_train // spec.global_batch

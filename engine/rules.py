@@ -83,6 +83,10 @@ RULES = {
     "recompute is {value}.",
     "bad_leave_out": "leave-out reads RANK:LAYER, several with commas between them: one of the {devices} ranks, and a "
     "layer without which the model goes on ({layers}); it is {value}.",
+    "bad_freeze": "freeze names layers that are not trained, with commas between them, some of the model's and not all "
+    "({layers}); it is {value}.",
+    "schedule_of_frozen": "Frozen layers are planned in pipelines of one stage a device whose backwards are whole; "
+    "schedule is {value}.",
     "left_out_by_all": "Some rank must have each layer in its loss, or it would never learn; {setting} is {value}, and "
     "nobody has {layer}.",
     "unused_parameters": "These parameters take no part in the loss ({unused}), and the other ranks would wait for "

@@ -80,6 +80,7 @@ OPTIONS = {
     "accumulate": (1, tuple(MODE_SETTINGS)),
     "sync_every_microstep": (False, REPLICA_MODES),
     "leave_out": (None, ("ddp",)),
+    "freeze": (None, ("single", "ddp", "zero1", "fsdp", "hsdp", "layer_split", "pipeline")),
     "find_unused": (False, ("ddp",)),
     "compress": ("none", ("ddp",)),
     "compress_rank": (None, ("ddp",)),  # of powersgd alone

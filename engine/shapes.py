@@ -49,6 +49,8 @@ class Layer:
     behind: int = 0  # bytes of `saved` that are made after its last product, but for its output
     beside: int = 0  # bytes of a sample that are there while the layer goes back, and no longer
     beside_once: int = 0  # and those that do not grow with samples
+    frozen: bool = False  # it is not trained
+    stops: bool = False  # nor is any layer before it, so that nothing goes back through it
     kernels: Kernels = ()  # of the forward pass of one sample; none where only FLOPs and bytes are known
 
     @property

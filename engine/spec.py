@@ -190,6 +190,7 @@ class Spec:
         None,
         "layers that ranks leave out, as in a model of branches: RANK:LAYER, as 0:block1,1:block2 (ddp)",
     )
+    freeze: str | None = _setting(None, "layers that are not trained, as in fine-tuning: embed,block1")
     find_unused: bool | None = _setting(
         None, "look in each pass for parameters outside of the loss, whose gradients count as 0 (ddp)"
     )

@@ -75,4 +75,5 @@ def begin_step(fault: Fault | None, place: Place, training: Training, step: int)
 def after_gradients(fault: Fault | None, place: Place, training: Training, step: int) -> None:
     if of_rank(fault, place.rank, step) == "gradient":
         for parameter in training.held().values():
-            parameter.grad *= 1.5
+            if parameter.grad is not None:  # of a frozen layer it is
+                parameter.grad *= 1.5

@@ -263,10 +263,11 @@ class Chain(nn.Sequential):
     def watch_first_gradients(self) -> None:
         """To be called again by who replaces the parameters.
 
-        Where the input needs no gradient, the way back ends with the first layer's own gradients. Not with the end of
-        `backward`: there DDP waits for its all-reduce, and a wait is not compute.
+        Where the input needs no gradient, the way back ends with the own gradients of the first layer that is trained.
+        Not with the end of `backward`: there DDP waits for its all-reduce, and a wait is not compute.
         """
-        for parameter in next(self.children()).parameters():
+        first = next(filter(_is_trained, self.children()), nn.Identity())
+        for parameter in first.parameters():
             parameter.register_post_accumulate_grad_hook(self._first_gradient)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -283,7 +284,9 @@ class Chain(nn.Sequential):
             passed.begin(name)
             x = layer(x)
             passed.end_forward()
-            if x.requires_grad:
+            if not x.requires_grad:
+                passed.stopped.add(name)
+            else:
                 x.register_hook(lambda gradient, name=name: passed.gradient_of(name))
         return x
 
@@ -301,13 +304,17 @@ class Chain(nn.Sequential):
     def backward(self, output: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
         """Backward through the chain's last pass, from `output` (the loss, or what it sent on); of first layers of
         which none is trained there is nothing to do."""
-        if self.passed is None:
+        if self.passed is None or not output.requires_grad:
             _go_back(output, gradient)
             return
         self.passed.begin_backward()
         _go_back(output, gradient)
         self.passed.end_backward()
         self.passed = None
+
+
+def _is_trained(layer: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in layer.parameters())
 
 
 def _go_back(output: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -325,6 +332,8 @@ def build(job: Job, *, to_look_at: bool = False) -> Chain:
     torch.manual_seed(job.spec.seed)
     spec, last = job.spec, job.layers[-1]
     modules = [(layer.name, _module(layer, spec, is_last=layer is last)) for layer in job.layers]
+    for layer, (_, module) in zip(job.layers, modules, strict=True):
+        module.requires_grad_(not layer.frozen)
     chain = Chain(OrderedDict(modules)).to(dtype_of(spec))
     if to_look_at:
         _looked_at[:] = [(job, chain)]
@@ -362,8 +371,9 @@ def loss_of(output: torch.Tensor, target: torch.Tensor, per_sample: float | None
 
 
 def make_optimizer(job: Job, parameters) -> torch.optim.Optimizer:
+    """Of those parameters that are trained."""
     kind, settings = optimizer_of(job.spec)
-    return on_parts(kind, parameters, **settings)
+    return on_parts(kind, [each for each in parameters if each.requires_grad], **settings)
 
 
 def optimizer_of(spec: Spec) -> tuple[type[torch.optim.Optimizer], dict[str, float]]:

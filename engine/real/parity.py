@@ -97,7 +97,7 @@ class Parity:
             self.losses.append(loss)
             self.routed.append(routed)
             held = self.training.held().items()
-            self.gradients.append({name: copy(p.grad) for name, p in held})
+            self.gradients.append({name: copy(p.grad) for name, p in held if p.grad is not None})
 
     def compare(self) -> None:
         """Collective: every rank calls it after step `steps - 1`. Rank 0 writes parity.json."""
@@ -137,13 +137,14 @@ class Parity:
     def _report(self, reference: Trained) -> dict:
         """How far what this rank holds is from a reference; collective where it holds shards."""
         mine = {
-            name: whole_of_each([parameter, *(kept[name] for kept in self.gradients)])
+            name: whole_of_each([parameter, *(kept[name] for kept in self.gradients if name in kept)])
             for name, parameter in self.training.held().items()
         }
         scales = [sizes(gradients) for gradients in reference.gradients]
         pairs = [
             (gradient, wanted[name], scale[name])
             for name, (_, *gradients) in mine.items()
+            if gradients  # none of a frozen layer, whose parameters are to stay as they were
             for gradient, wanted, scale in zip(gradients, reference.gradients, scales, strict=True)
         ]
         norms = zip(self.norms, reference.norms, strict=True)

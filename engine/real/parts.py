@@ -35,7 +35,7 @@ def on_parts(
 ) -> torch.optim.Optimizer:
     """Of DTensors it updates this rank's parts."""
     parts = [_part(each) if isinstance(each, DTensor) else each for each in parameters]
-    optimizer = kind(parts, **settings)
+    optimizer = kind([{"params": parts}], **settings)  # there may be none
     optimizer.register_step_pre_hook(_check)
     return optimizer
 

@@ -18,6 +18,7 @@ class Pass:
         self.recorder, self.where = recorder, {"stage": stage, "microbatch": microbatch, "rank": rank}
         self.kind = "backward"  # of the way back, or a half of it
         self.forward: dict[str, list[int]] = {}  # layer: begin, end (ns)
+        self.stopped: set[str] = set()  # layers through which nothing goes back: none up to them is trained
         self.gradients: dict[str, int] = {}  # layer, or "input": when the gradient of its output became known
         self.own_ends: dict[str, int] = {}  # layer: when its backward ended, where something else follows it
         self.recomputed: dict[str, list[int]] = {}  # layer: begin, end (ns)
@@ -39,6 +40,11 @@ class Pass:
         self.pause()  # of the last layer this is asked twice: its loss counts as its end
         self.forward[self.layer][1] = self.recorder.now()
 
+    @property
+    def ways_back(self) -> list[str]:
+        """The layers that go back, in the order of forward."""
+        return [layer for layer in self.forward if layer not in self.stopped]
+
     def begin_backward(self) -> None:
         self.recorder.go_back(self)
         self.recomputed: dict[str, list[int]] = {}  # layer: begin, end (ns)
@@ -46,7 +52,8 @@ class Pass:
         self.backward_began = self.recorder.now()
 
     def end_backward(self) -> None:
-        self._leave(self.kind, next(iter(self.forward)))
+        for first in self.ways_back[:1]:
+            self._leave(self.kind, first)
         self.backward_ended = self.recorder.now()
 
     def gradient_of(self, layer: str) -> None:
@@ -85,7 +92,7 @@ class Pass:
 
     def _take_turns(self, layer: str) -> None:
         """On the way back: return when the layer after this one may be over, and this one may begin."""
-        layers = list(self.forward)
+        layers = self.ways_back
         place = 0 if layer == "input" else layers.index(layer) + 1
         if place < len(layers):
             self._leave(self.kind, layers[place])
@@ -131,10 +138,10 @@ class Pass:
     # --- spans ----------------------------------------------------------------------------------------------------
 
     def collect(self) -> None:
-        layers = list(self.forward)
+        layers = self.ways_back
         for layer, (start, end) in self.forward.items():
             self._mark("forward", layer, start, end)
-        if not self.backward_ended:
+        if not self.backward_ended or not layers:
             return
         start = self.backward_began
         for layer, before in zip(reversed(layers), [*reversed(layers[:-1]), "input"], strict=True):

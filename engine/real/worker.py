@@ -21,6 +21,7 @@ from torch import nn
 
 from engine import modes
 from engine.faults import parse_fault
+from engine.frozen import trained as trained_layers
 from engine.job import Job, prepare
 from engine.pictured import trained
 from engine.real import agree, checkpoint, cores, faults, models, speed
@@ -151,7 +152,7 @@ def one_step(
     targets.count(batches, step, alone=faults.of_rank(fault, place.rank, step) == "mean")
     with models.counting() as routed:
         loss = training.make_gradients(step)
-    _check_gradients(held)
+    _check_gradients(held, job)
     faults.after_gradients(fault, place, training, step)
     parity.keep_gradients(step, loss, routed)
     norm = None if job.spec.clip is None else clip(training, recorder, job.spec.clip)
@@ -177,9 +178,10 @@ def one_step(
     }
 
 
-def _check_gradients(held: dict[str, nn.Parameter]) -> None:
+def _check_gradients(held: dict[str, nn.Parameter], job: Job) -> None:
     """A parameter outside of the loss gets no gradient, and peers that have one wait for this rank's for ever."""
-    if missing := [name for name, parameter in held.items() if parameter.grad is None]:
+    learn = {layer.name for layer in trained_layers(job.layers)}
+    if missing := [name for name, each in held.items() if each.grad is None and name.partition(".")[0] in learn]:
         raise RuntimeError(f"no gradient for {', '.join(missing)}: on this rank they took no part in the loss")
 
 

@@ -22,7 +22,16 @@ from engine.settings import (
 from engine.spec import MODELS, MODES, Spec
 
 # These are nothing unless they are asked for; the others, of axes that are 1 wide.
-ASKED_FOR = ("clip", "masked", "leave_out", "compress_rank", "schedule_file", *PLANNED_SIZES, *PLANNED_EXPERTS)
+ASKED_FOR = (
+    "clip",
+    "masked",
+    "leave_out",
+    "freeze",
+    "compress_rank",
+    "schedule_file",
+    *PLANNED_SIZES,
+    *PLANNED_EXPERTS,
+)
 NARROW = {
     "hybrid": (*PIPELINE_SETTINGS, *CONTEXT_SETTINGS, "sequence_parallel")
 }  # of axes that are 1 wide, unless asked for

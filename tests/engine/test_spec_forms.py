@@ -129,6 +129,7 @@ EXAMPLES = {
     "slow_rank": ("0:2", "5:2,9:1.5"),
     "slow_link": ("3-4:10", "0-1:1.5,2-3:4"),
     "paced": ("h100", "unit"),
+    "freeze": ("embed", "embed,block1"),
     "leave_out": ("0:block1", "0:block1,1:block2"),
 }
 

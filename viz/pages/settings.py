@@ -37,6 +37,7 @@ ROWS = (
     ("bucket_mb",),
     ("compress", "compress_rank"),
     ("leave_out",),
+    ("freeze",),
     ("find_unused",),
     ("model", "dataset"),
     ("masked",),

@@ -20,7 +20,7 @@ class Bucket:
     last_layer: str
 
 
-def buckets(layers: tuple[Layer, ...], limit_mb: float | None, *, forward: bool = False) -> list[Bucket]:
+def buckets(layers: Sequence[Layer], limit_mb: float | None, *, forward: bool = False) -> list[Bucket]:
     """Gradients in order of arrival, cut whenever a bucket reaches its limit. `None`: one bucket for all.
 
     `forward`: cut in the order of the model's parameters instead, as DDP does before it has seen gradients arrive; of

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from engine import chain
 from engine.branches import left_out
+from engine.frozen import trained
 from engine.job import Job
 from engine.modes.ddp.buckets import Bucket, buckets, filled_without
 from engine.modes.ddp.compression import kept, pieces
@@ -23,7 +24,7 @@ USED = "used parameters"
 def plan(job: Job, step: int) -> Plan:
     memory = chain.standing_memory(job.layers, job.spec)
     if not job.spec.master_weights:  # whose gradients are views of one buffer
-        memory["buckets"] = sum(layer.param_bytes for layer in job.layers)
+        memory["buckets"] = sum(layer.param_bytes for layer in trained(job.layers))
     if job.spec.find_unused:
         memory["buckets"] = memory.get("buckets", 0) + 2 * _used(job).bytes  # and as much to send
     if extra := kept(buckets(job.layers, job.spec.bucket_mb), job.layers, job.spec):
@@ -46,7 +47,7 @@ def _passes(job: Job, layers: tuple[Layer, ...], step: int, microstep: int, sync
     `layers` are those that this rank has in its loss. DDP that looks for others never rebuilds its buckets."""
     each, looks = job.spec.sync_every_microstep, job.spec.find_unused
     reduced = step * job.microsteps + microstep if each else step  # how often gradients were reduced before
-    whole = buckets(job.layers, job.spec.bucket_mb if reduced or looks else None, forward=bool(looks))
+    whole = buckets(trained(job.layers), job.spec.bucket_mb if reduced or looks else None, forward=bool(looks))
     whole = filled_without(whole, [layer.name for layer in reversed(layers)])
     ops = bucket_order(whole, "dp") if not looks and reduced == 1 and (each or microstep == 0) else []
     ops += chain.forward(layers, job.micro_batch, spec=job.spec)
@@ -62,7 +63,7 @@ def _passes(job: Job, layers: tuple[Layer, ...], step: int, microstep: int, sync
 def _used(job: Job) -> Op:
     """How many ranks have each parameter in their loss is summed after the last bucket: gradients that none of them has
     are left alone (reducer.cpp, all_reduce_local_used_map)."""
-    size = INT32 * sum(len(layer.params) for layer in job.layers)
+    size = INT32 * sum(len(layer.params) for layer in trained(job.layers))
     return Op(kind="all_reduce", part=USED, payload="control", axis="dp", bytes=size)
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from engine import chain
 from engine.cost.machine import shares_cores
+from engine.frozen import trained
 from engine.job import Job
 from engine.modes.fsdp.norms import norm_sums
 from engine.modes.fsdp.replicas import replicas_of
@@ -43,8 +44,10 @@ def passes_twice(job: Job, mesh: Mesh, units: Sequence[chain.Unit], beside: int 
     def passes(_: int, synced: bool) -> list[Op]:
         ops = [*forward(job, mesh, units), *gathers[-1]]
         for unit, gathered in zip(reversed(units), reversed(ahead), strict=True):
+            if unit.layer.stops:  # gathered for nothing, as FSDP goes by the order of forward
+                break
             both = (unit.backward, gathered) if job.spec.backward_prefetch is False else (gathered, unit.backward)
-            ops += [*both[0], *both[1], *(reduce(unit, job, mesh) if synced else ())]
+            ops += [*both[0], *both[1], *(reduce(unit, job, mesh) if synced and not unit.layer.frozen else ())]
         return ops
 
     ranks = mesh.degree("fsdp")
@@ -101,7 +104,7 @@ def sharded_programs(
     held = dict(enumerate(layers))
     steps = [replace(op, part=tokens) if op.kind == "load" else op for op in chain.microsteps(job, passes)]
     waits = job.microsteps > 1 and not job.spec.sync_every_microstep
-    whole = sum(gradient_bytes(job, layer) for layer in held.values()) if waits else 0
+    whole = sum(gradient_bytes(job, layer) for layer in trained(held.values())) if waits else 0
     return sharing(job, mesh, held, lambda update: (*steps, *update), {"gathered": gathered}, least=whole)
 
 
@@ -121,21 +124,20 @@ def sharing(
     optimizer state is not. `memory`: what else they keep; `least`: as many bytes of gradients, or more.
     """
     ranks = mesh.degree("fsdp")
-    padded = sum(padded_bytes(layer, ranks) for layer in held.values())
-    norms = norm_sums(job, mesh, held.values()) if job.spec.clip is not None else []
+    padded, learned = (sum(padded_bytes(it, ranks) for it in each) for each in (held.values(), trained(held.values())))
+    norms = norm_sums(job, mesh, trained(held.values())) if job.spec.clip is not None else []
     programs, roles = [], []
     for run in equal_ranks(list(held.values()), ranks):
         shards = {i: shard(layer, ranks, run.start) for i, layer in held.items()}
         mine = list(shards.values())
-        kept = {"parameters": padded, "gradients": max(least, padded)} | memory
+        kept = {"parameters": padded, "gradients": max(least, learned)} | memory
         if job.spec.master_weights:
             whole = {"weight gradients": chain.made_in([*held.values()])}
             kept = kept | {"gradients": kept["gradients"] * FP32 // job.item} | memory | whole
         holds = tuple(i for i, layer in shards.items() if layer.param_bytes)
         shares = tuple(shards[i].param_bytes / job.layers[i].param_bytes for i in holds)
         roles += [len(programs)] * len(run)
-        clip = chain.clip(mine, job.spec, norms)
-        update = [*clip, chain.optimizer(mine, job.spec)]
+        update = [*chain.clip(mine, job.spec, norms), chain.optimizer(mine, job.spec)]
         of_stage = tuple(stage for i, stage in zip(held, stages, strict=False) if i in holds)
         memory_of = chain.standing_memory(mine, job.spec) | kept
         part = () if all(share == 1 for share in shares) else shares

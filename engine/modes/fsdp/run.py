@@ -123,7 +123,7 @@ def _marks(chain: models.Chain, name: str) -> Callable:
             inputs[0].register_hook(ended)
         elif not hooked:  # the gathered parameters are the same objects in every step
             hooked = True
-            for parameter in layer.parameters():
+            for parameter in (each for each in layer.parameters() if each.requires_grad):
                 parameter.register_post_accumulate_grad_hook(ended)
 
     return begin

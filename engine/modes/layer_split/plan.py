@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from engine import chain
+from engine.frozen import goes_back
 from engine.job import Job
 from engine.plan import Mesh, Op, Plan, Program
 
@@ -38,15 +39,16 @@ def _micro_step(job: Job, stage: int, k: int, count: int) -> list[Op]:
     there, back = (way(stages[stage], batch, **known) for way in (chain.forward, chain.backward))
     if not is_last:  # its output is there until all of its backward is done
         there[-1] = replace(there[-1], saved=there[-1].saved - outbound, remains=outbound)
-        back[-1] = replace(back[-1], remains=-outbound)
+        back[-1:] = [replace(op, remains=-outbound) for op in back[-1:]]
     if is_compiled(job):
         there, back = [chain.whole_stage(there)], [chain.whole_stage(back)]
     ops += there
     if not is_last:
         ops.append(_message("send", "activation", stage + 1, outbound, where))
+    if not is_last and goes_back(stages[stage]):
         ops.append(_message("recv", "gradient", stage + 1, outbound, where))
     ops += back
-    if not is_first:
+    if not is_first and goes_back(stages[stage - 1]):
         ops.append(_message("send", "gradient", stage - 1, inbound, where))
     return ops
 
@@ -60,7 +62,7 @@ def _beside(job: Job, stage: int) -> dict[str, int]:
     """What activations and gradients are received into."""
     sizes = [layers[-1].output_bytes * job.micro_batch for layers in job.stages]
     is_last = stage == len(sizes) - 1
-    received = (sizes[stage - 1] if stage else 0) + (0 if is_last else sizes[stage])
+    received = (sizes[stage - 1] if stage else 0) + (0 if is_last or not goes_back(job.stages[stage]) else sizes[stage])
     return {"received": received}
 
 

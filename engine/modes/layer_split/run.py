@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from engine.frozen import goes_back
 from engine.job import Job
 from engine.modes.layer_split.plan import is_compiled
 from engine.real import models
@@ -26,6 +27,9 @@ class LayerSplit:
     def __init__(self, job: Job, place: Place):
         self.job, self.stage, self.recorder = job, place.rank, place.recorder
         self.is_first, self.is_last = self.stage == 0, self.stage == place.world_size - 1
+        # Whether the gradient of what is sent, and of what is received, is asked for.
+        self.asks = not self.is_last and goes_back(job.stages[self.stage])
+        self.asked = not self.is_first and goes_back(job.stages[self.stage - 1])
         self.chain = models.piece(models.build(job), job, self.stage).to(place.device)
         self.optimizer = models.make_optimizer(job, self.chain.parameters())
         self.batches = Batches(job, 0, 1, place.device) if self.is_first or self.is_last else None
@@ -33,7 +37,7 @@ class LayerSplit:
         if not self.is_first:
             shape = job.stages[self.stage - 1][-1].output
             self.inbound = torch.empty(job.micro_batch, *shape, **like)
-        if not self.is_last:
+        if self.asks:
             shape = job.stages[self.stage][-1].output
             self.outbound = torch.empty(job.micro_batch, *shape, **like)  # for its gradient
         self.compiled = is_compiled(job)
@@ -57,7 +61,7 @@ class LayerSplit:
                 inputs, targets = self.batches(step, k, count)
                 inputs, targets = models.ends(inputs, targets, is_first=self.is_first, is_last=self.is_last)
         if not self.is_first:
-            inputs = self._receive(self.inbound, "activation", self.stage - 1).detach().requires_grad_()
+            inputs = self._receive(self.inbound, "activation", self.stage - 1).detach().requires_grad_(self.asked)
         sent = gradient = None
         with self._whole("forward"):
             output = self.module(inputs)
@@ -65,10 +69,11 @@ class LayerSplit:
                 output = loss = self.chain.loss(output, targets, self.batches.per_sample) / count
         if not self.is_last:
             sent = self._send(output.detach(), "activation", self.stage + 1)
+        if self.asks:
             gradient = self._receive(self.outbound, "gradient", self.stage + 1)
         with self._whole("backward"):
             self.chain.backward(output, gradient)
-        returned = None if self.is_first else self._send(inputs.grad, "gradient", self.stage - 1)
+        returned = None if not self.asked else self._send(inputs.grad, "gradient", self.stage - 1)
         for work in (sent, returned):
             if work is not None:
                 work.wait()

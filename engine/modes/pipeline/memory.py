@@ -9,6 +9,7 @@ forward but one.
 
 from collections.abc import Sequence
 
+from engine.frozen import goes_back
 from engine.job import Job
 from engine.shapes import Layer
 
@@ -23,7 +24,7 @@ def beside(job: Job, stages: Sequence[int], pipelines: list[range], ends: Sequen
     received = outputs = 0
     for pipeline in pipelines:
         for stage in set(stages) & set(pipeline):
-            if stage != pipeline[-1] and stage + 1 not in stages:
+            if stage != pipeline[-1] and stage + 1 not in stages and goes_back(job.stages[stage]):
                 received += sizes[stage]
             if stage != pipeline[0] and stage - 1 in stages:
                 outputs += sizes[stage - 1]

@@ -30,7 +30,10 @@ def forward_and_backward(job: Job, stage: int, *, is_last: bool, stays: bool = F
     back = chain.backward(layers, samples_of(job), **known, stays=stays)
     if is_last and not job.spec.master_weights:  # PyTorch keeps the outputs of all microbatches
         ahead[-1] = replace(ahead[-1], remains=layers[-1].output_bytes * samples_of(job))
-    return (ahead, back) if recomputes(job) else ([chain.whole_stage(ahead)], [chain.whole_stage(back)])
+    if recomputes(job):
+        return ahead, back
+    # PyTorch's schedule goes through a stage of which nothing goes back all the same.
+    return [chain.whole_stage(ahead)], [chain.whole_stage(back) if back else Op(kind="backward", stage=stage)]
 
 
 def passes_of(job: Job, stages: Sequence[int], pipelines: list[range]) -> dict[tuple[str, int], list[Op]]:

@@ -6,6 +6,7 @@ from functools import partial
 
 from engine import chain, schedules
 from engine.columns import Calls, Ops, unroll
+from engine.frozen import goes_back
 from engine.job import Job
 from engine.modes.pipeline.memory import beside
 from engine.modes.pipeline.passes import forward_and_backward, passes_of, samples_of
@@ -91,6 +92,7 @@ def _one_stage(job: Job, stage: int, order: Row, before: Sequence[Op] = (), afte
     outbound = stages[stage][-1].output_bytes * samples
     previous = [] if is_first else [stage - 1]
     following = [] if is_last else [stage + 1]
+    asks, asked = bool(previous) and goes_back(stages[stage - 1]), bool(following) and goes_back(stages[stage])
     forward, backward = forward_and_backward(job, stage, is_last=is_last)
     passes = {  # as in order.kinds
         "forward": (
@@ -99,9 +101,9 @@ def _one_stage(job: Job, stage: int, order: Row, before: Sequence[Op] = (), afte
             *(_message("send", "activation", stage, peer, outbound) for peer in following),
         ),
         "backward": (
-            *(_message("recv", "gradient", stage, peer, outbound) for peer in following),
+            *(_message("recv", "gradient", stage, peer, outbound) for peer in following[:asked]),
             *backward,
-            *(_message("send", "gradient", stage, peer, inbound) for peer in previous),
+            *(_message("send", "gradient", stage, peer, inbound) for peer in previous[:asks]),
         ),
     }
     return unroll(passes, Calls(order.which, order.microbatch), before=before, after=after)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup, pipelining
 
+from engine.frozen import goes_back
 from engine.job import Job
 from engine.modes.pipeline.passes import recomputes, samples_of
 from engine.real import models
@@ -62,13 +63,12 @@ class Pipeline:
 
     def _stage(self, whole: models.Chain, stage: int, place: Place) -> MarkedStage:
         job, device = self.job, place.device
-        like = {"device": device, "dtype": models.dtype_of(job.spec), "requires_grad": True}
         samples = samples_of(job)
-        output = torch.zeros(samples, *self.output_of(stage), **like)
+        output = self._like_output(stage, samples, device)
         if stage == 0:
             example = self.batches(0)[0][:samples]
         else:
-            example = torch.zeros(samples, *self.output_of(stage - 1), **like)
+            example = self._like_output(stage - 1, samples, device)
         chain = self.chains[stage] = self.prepared(models.piece(whole, job, stage).to(device))
         module = compiled(chain, example, job.spec.compile_stage or "none")
         shapes = {"input_args": (example,), "output_args": (output,)}
@@ -80,6 +80,11 @@ class Pipeline:
         """A stage's layers, before they become a stage; those that are marked one by one know of the recorder."""
         chain.recorder = self.recorder if issubclass(self.stage_class, LayeredStage) else None
         return chain
+
+    def _like_output(self, stage: int, samples: int, device: torch.device) -> torch.Tensor:
+        """As what a stage sends: whether its gradient is asked for, PyTorch takes from it."""
+        like = {"device": device, "dtype": models.dtype_of(self.job.spec)}
+        return torch.zeros(samples, *self.output_of(stage), **like, requires_grad=goes_back(self.job.stages[stage]))
 
     def output_of(self, stage: int) -> tuple[int, ...]:
         """What leaves a stage on this rank, for one sample."""

@@ -1,6 +1,7 @@
 """Layers and a number of ranks -> which rank owns which parameters, as ZeroRedundancyOptimizer deals them out."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.shapes import Layer
@@ -14,7 +15,7 @@ class Owned:
     bytes: int
 
 
-def owners(layers: tuple[Layer, ...], ranks: int) -> list[Owned]:
+def owners(layers: Sequence[Layer], ranks: int) -> list[Owned]:
     """The largest first, each to the rank that has least so far; of equals the first
     (ZeroRedundancyOptimizer._partition_parameters)."""
     sizes = {f"{layer.name}.{name}": math.prod(shape) for layer in layers for name, shape in layer.params}

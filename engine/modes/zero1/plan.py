@@ -3,6 +3,7 @@
 import dataclasses
 
 from engine import chain
+from engine.frozen import trained
 from engine.job import Job
 from engine.modes.ddp import plan as ddp
 from engine.modes.zero1.owners import Owned, owners
@@ -16,7 +17,7 @@ NOTHING = FP32
 def plan(job: Job, step: int) -> Plan:
     replicated = ddp.plan(job, step)
     (program,) = replicated.programs
-    owned = owners(job.layers, job.degree("dp"))
+    owned = owners(trained(job.layers), job.degree("dp"))
     broadcasts = tuple(_broadcast(rank, each) for rank, each in enumerate(owned))
     programs: dict[tuple[str, ...], Program] = {}
     for each in owned:

@@ -15,9 +15,8 @@ def training(job: Job, place: Place) -> LocalTraining:
     replica = ddp.training(job, place)
     kind, settings = models.optimizer_of(job.spec)
     # The parameters of an owner lie in one tensor, so that it broadcasts once and not once a parameter.
-    replica.optimizer = ZeroRedundancyOptimizer(
-        replica.callee.parameters(), optimizer_class=kind, parameters_as_bucket_view=True, **settings
-    )
+    learn = [each for each in replica.callee.parameters() if each.requires_grad]
+    replica.optimizer = ZeroRedundancyOptimizer(learn, optimizer_class=kind, parameters_as_bucket_view=True, **settings)
     place.recorder.identify = identify
     return replica
 
