@@ -25,7 +25,7 @@ def parser() -> Parser:
     for name, function in commands.COMMANDS.items():
         sub = commands_.add_parser(name, help=function.__doc__.splitlines()[0], allow_abbrev=False)
         sub.add_argument("--json", action="store_true", help="print one JSON object, in seconds and bytes")
-        if name in ("simulate", "run"):
+        if name in ("simulate", "search", "run"):
             _add_settings(sub)
         if name in ("run", "runs", "show", "export"):
             sub.add_argument("--runs-dir", help="the folder of runs (default: runs)")
@@ -50,6 +50,10 @@ def parser() -> Parser:
             sub.add_argument("--language", default="en", help="of the HTML page: en, zh")
         if name == "stragglers":
             sub.add_argument("traces", nargs="+", help="files of PyTorch's profiler, .json or .json.gz, one a rank")
+        if name == "search":
+            sub.add_argument(
+                "--top", default="10", help="how many layouts are shown, each of another mesh (default: 10)"
+            )
         if name == "simulate":
             sub.add_argument("--plan", action="store_true", help="print the plan, op by op, instead of its numbers")
     return top
@@ -70,7 +74,7 @@ def _check_words(words: list[str]) -> None:
     """A misspelt option is answered with the ones most like it, which argparse does not do."""
     known = {"--" + f.name.replace("_", "-") for f in dataclasses.fields(Spec)}
     known |= {"--json", "--spec", "--runs-dir", "--format", "--output", "--plan", "--language", "--help"}
-    known |= {"--samples", "--batch", "--wrong", "--rows", "--quick", "--save"}
+    known |= {"--samples", "--batch", "--wrong", "--rows", "--quick", "--save", "--top"}
     for word in words:
         name = word.partition("=")[0]
         if name.startswith("--") and len(name) > 2 and name not in known:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import engine
+import engine.search
 import engine.validate.report
 import engine.validate.tables
 from engine import (
@@ -28,6 +29,8 @@ from engine import (
     modes,
     notation,
     sampling,
+    search_table,
+    spec_file,
     stragglers_table,
     tables,
 )
@@ -38,11 +41,13 @@ from engine.fits import fits
 from engine.job import count_gpus, lacks_compiler, prepare
 from engine.launch import LauncherError, open_handle, start
 from engine.rules import SpecError
+from engine.search import Search
 from engine.spec import MODES, WANTED, Spec
 from engine.timeline import Timeline
 from engine.validate import kept
 
 LANGUAGES = ("en", "zh")
+MAX_TOP = 1000  # layouts that `search` shows
 MAX_DEALT = 100_000  # samples that `deal` lists
 FORMATS = {"perfetto": ".trace.json", "html": ".html", "csv": ".csv"}
 
@@ -97,6 +102,32 @@ def simulate(arguments: argparse.Namespace) -> int:
         return _print_json(summary | {"spec": prediction.job.spec.to_dict()})
     print(tables.prediction(summary))
     return 0
+
+
+def search(arguments: argparse.Namespace) -> int:
+    """Find the fastest layouts that fit: settings that are given are held, the others searched"""
+    spec, held = spec_of(arguments), given_in(arguments)
+    looking = Search(spec, held, top=_whole("top", arguments.top, high=MAX_TOP))
+    tell = search_table.Progress(show=sys.stderr.isatty())
+    try:
+        for _ in looking.steps():
+            tell(looking)
+    except KeyboardInterrupt:
+        pass  # the fastest so far are told, and that others are left
+    tell(looking, last=True)
+    report = engine.search.report(looking)
+    if arguments.json:
+        return _print_json(report) if report["best"] else _print_json(report) or 1
+    print(search_table.found(report))
+    return 0 if report["best"] else 1
+
+
+def given_in(arguments: argparse.Namespace) -> set[str]:
+    """The settings that somebody gave, as options or in a spec file, whatever their values."""
+    names = {f.name for f in dataclasses.fields(Spec)}
+    in_file = spec_file.read(arguments.spec) if arguments.spec else {}
+    named = {name.replace("-", "_") for name, value in in_file.items() if value is not None}
+    return named | {name for name in names if getattr(arguments, "set_" + name) is not None}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -296,6 +327,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
 COMMANDS = {
     "modes": show_modes,
     "simulate": simulate,
+    "search": search,
     "run": run,
     "deal": deal,
     "validate": validate,

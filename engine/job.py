@@ -159,17 +159,17 @@ class Job:
         return [range(a, b) for a, b in itertools.pairwise(bounds)] * copies
 
 
-def prepare(spec: Spec) -> Job:
+def prepare(spec: Spec, *, suggest: bool = True) -> Job:
     """Fill in and check. Raises SpecError with the rule that does not hold.
 
     In a mesh of several degrees a value that keeps one rule may break another, and not each mode has every model: those
-    that work are suggested.
+    that work are suggested, unless nobody wants to `suggest` any, which takes longer than the rest.
     """
     try:
         return _prepare(spec)
     except SpecError as error:
         of_mesh = spec.mode == "hybrid" and error.setting in (*AXES, "devices")
-        if not of_mesh and error.code != "paced_mode":
+        if not suggest or (not of_mesh and error.code != "paced_mode"):
             raise
         raise error.suggesting(v for v in error.suggest if _can_prepare(spec, **{error.setting: v})) from None
 
@@ -251,15 +251,15 @@ def _first_step(spec: Spec) -> int:
     return 0 if spec.resume is None else checkpoints.parse(spec.resume)[1] or 0
 
 
-def prepare_real(spec: Spec) -> Job:
+def prepare_real(spec: Spec, *, suggest: bool = True) -> Job:
     """`prepare`, and beyond it: can this machine run it at all? `device` becomes cpu or cuda."""
-    job = prepare(spec)
+    job = prepare(spec, suggest=suggest)
     machine(job.spec.machine)  # with which the run will be compared
     if spec.paced is None and (setting := planned_only(job.spec)):
         models = () if setting != "model" else (family(spec.model),)
         raise SpecError("planned_model", setting, getattr(job.spec, setting), suggest=models)
     if job.spec.schedule in PLANNED_ONLY:
-        raise SpecError("planned_only", "schedule", spec.schedule, suggest=_schedules_instead(spec))
+        raise SpecError("planned_only", "schedule", spec.schedule, suggest=_schedules_instead(spec) if suggest else ())
     for name in ("slow_rank", "slow_link"):
         if getattr(spec, name) is not None and spec.paced is None:
             raise SpecError("slow_is_simulated", name, getattr(spec, name))

@@ -156,6 +156,7 @@ RULES = {
     "{rank} would do {miniature} where it should do {pictured}. paced is {value}.",
     "paced_too_slow": "A step of the scale model would take {seconds} s, longer than a rank waits for another "
     "(timeout {timeout} s); dilation is {value}.",
+    "cannot_be_run": "Ranks must not wait for each other for ever, as they would with {setting}: {value}.",
     "simulation_only": "The machine {value} is for simulation only.",
     "bad_fault": "A fault reads KIND@RANK:STEP or slow@RANK:STEP:SECONDS, with a rank and a step that the run has "
     "(step 0 where it is wrong from the start) and KIND one of {kinds}; it is {value}.",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -237,12 +238,17 @@ def num_experts(layer: Layer) -> int:
     return sum(name.startswith("experts.") and name.endswith(".up.weight") for name, _ in layer.params)
 
 
-def balance(costs: list[float], parts: int) -> tuple[int, ...]:
+def balance(costs: Sequence[float], parts: int) -> tuple[int, ...]:
     """How many consecutive items each of `parts` parts gets, none empty, so that the costliest part is cheapest.
 
     Exact, by dynamic programming over prefixes. Ties are broken towards fewer items in the earlier parts, so the
     result is deterministic. Raises ValueError when there are fewer items than parts.
     """
+    return _balance(tuple(costs), parts)
+
+
+@functools.lru_cache(maxsize=4096)  # many jobs split one model into as many stages
+def _balance(costs: tuple[float, ...], parts: int) -> tuple[int, ...]:
     n = len(costs)
     if not 1 <= parts <= n:
         raise ValueError(f"cannot split {n} items into {parts} non-empty parts")

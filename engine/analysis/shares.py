@@ -98,6 +98,18 @@ def shares(timeline: Timeline, *, since: int = 0) -> list[Shares]:
     return [Shares(s, makespans[i], computing[i], exposed[i], communicating[i], weights) for i, s in enumerate(steps)]
 
 
+def added(timeline: Timeline, picks: Sequence[np.ndarray]) -> np.ndarray:
+    """Of a timeline of one step: seconds that the spans picked by each mask cover beyond those picked by the masks
+    before it, a row a mask and a column a rank."""
+    covered = np.zeros((1 + len(picks), timeline.world_size))
+    picked = np.zeros(len(timeline), dtype=bool)
+    for row, pick in zip(covered[1:], picks, strict=True):
+        picked |= pick
+        for rank, start, furthest in _rows(timeline, timeline["rank"], picked):
+            row[rank] = _covered(start, furthest)
+    return np.diff(covered, axis=0)
+
+
 def _shares(given: Timeline | Sequence[Shares], since: int) -> Sequence[Shares]:
     """Of a timeline, or those that somebody has already."""
     return shares(given, since=since) if isinstance(given, Timeline) else given

@@ -70,7 +70,7 @@ def in_stages(
         def ops(update: Sequence[Op], row=row, unrolled=unrolled, before=before, sums=sums) -> Sequence[Op]:
             return in_microsteps(job, row, unrolled, before, [*sums, *update])
 
-        memory = _memory(job, mesh, row, {stage: [layers[i] for i in job.stage_layers[stage]] for stage in stages})
+        memory = standing(job, mesh, row, {stage: [layers[i] for i in job.stage_layers[stage]] for stage in stages})
         memory |= beside(job, stages, pipelines, ends) | {"summed": summed(job, samples)}
         several = tuple(stage_of[i] for i in kept) if len(stages) > 1 else ()
         yield rank, sharing(job, mesh, kept, ops, memory, several)
@@ -189,7 +189,7 @@ def _gathering_first(actions: Sequence[Action], passes: Passes) -> list[Action]:
     return [*row, Action("reduce_grad", stage, None)]
 
 
-def _memory(job: Job, mesh: Mesh, row: Sequence[Action], layers: dict[int, Sequence[Layer]]) -> dict[str, int]:
+def standing(job: Job, mesh: Mesh, row: Sequence[Action], layers: dict[int, Sequence[Layer]]) -> dict[str, int]:
     """What a rank holds whole of the layers of its stages, and of their gradients."""
     ranks = mesh.degree("fsdp")
     sizes = {stage: [gathered_bytes(layer, ranks) for layer in each] for stage, each in layers.items()}
