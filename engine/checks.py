@@ -17,6 +17,7 @@ from engine.schedules import given
 from engine.schedules.csv_form import ScheduleFileError
 from engine.schedules.messages import OrderError
 from engine.settings import (
+    COMPILE_REASONS,
     CONTEXT_SETTINGS,
     DATA_MODES,
     MAX_RING,
@@ -211,7 +212,8 @@ def _has_halves(spec: Spec) -> bool:
 def _check_recompute(spec: Spec) -> None:
     """Of a stage: it must be PyTorch's modules as they are."""
     if spec.recompute not in (None, "none") and spec.compile_stage not in (None, "none"):
-        raise SpecError("exclusive", "compile_stage", spec.compile_stage, other="recompute")
+        values = {"reason": COMPILE_REASONS[spec.compile_stage], "suggest": ["none"]}
+        raise SpecError("compile_recomputes", "compile_stage", spec.compile_stage, **values)
 
 
 def check_rendezvous(spec: Spec) -> None:

@@ -110,6 +110,7 @@ RULES = {
     "{model} has {layers}.",
     "compile_halves": "torch.compile makes one piece of a stage's backward, and this order ({order}) runs it in two "
     "halves; {setting} is {value}.",
+    "compile_recomputes": "A stage that is compiled is not computed again (recompute): {reason}; {setting} is {value}.",
     "no_compiler": "{setting} {value} needs {missing}, which this machine lacks.",
     "blocked_on_gpus": "The order in {setting} cannot be run on GPUs, where a send waits for its receive: {value}. "
     "Use device cpu.",

@@ -108,6 +108,11 @@ MODEL_REASONS = {
         "torch_compile",
     ): "it would be compiled anew for each number of tokens that an expert gets",
 }
+# Why a stage that is compiled is not computed again.
+COMPILE_REASONS = {
+    "torchscript": "a trace has no checkpoint in it, and what ends a recomputation early does not pass one",
+    "torch_compile": "torch.compile decides itself what it keeps and what it computes again, inside of its kernels",
+}
 DENSE = ("gpt", *(name for name in PRESETS if family(name) == "gpt"))
 ROUTED = ("moe", *(name for name in PRESETS if family(name) == "moe"))
 # A mode that is not named takes every model.

@@ -171,7 +171,9 @@ def test_stages_compute_every_layer_of_every_microbatch_again_and_keep_less(sett
 def test_a_compiled_stage_is_not_computed_again(how, mode):
     with pytest.raises(SpecError) as error:
         plan_of(mode, "full", compile_stage=how)
-    assert (error.value.code, error.value.setting) == ("exclusive", "compile_stage")
+    assert (error.value.code, error.value.setting) == ("compile_recomputes", "compile_stage")
+    assert {"torchscript": "a trace has no checkpoint", "torch_compile": "decides itself"}[how] in str(error.value)
+    plan_of(mode, "full", compile_stage=error.value.suggest[0])
 
 
 def test_a_trace_has_no_checkpoint_in_it_and_none_goes_around_it():
