@@ -25,7 +25,7 @@ from engine.checks import (
 )
 from engine.cost.machine import machine
 from engine.faults import parse_fault
-from engine.meshes import fill_degrees
+from engine.meshes import fill_degrees, splits, told
 from engine.paced import check_paced
 from engine.plan import AXES
 from engine.presets import PRESETS, family
@@ -55,6 +55,7 @@ from engine.spec import MAX_HEADS, MAX_REAL_DEVICES, Spec
 
 POWERSGD_STEPS = 5  # two that it leaves alone, one to begin with, and two that build on what was left out before
 MAX_BATCH = Spec.__dataclass_fields__["global_batch"].metadata["high"]
+MAX_TRIED = 100  # degrees that are looked at to find some that work
 MAX_PARITY_STEPS = 64  # unless more are asked for: every rank keeps its gradients of each
 
 
@@ -168,10 +169,24 @@ def prepare(spec: Spec, *, suggest: bool = True) -> Job:
     try:
         return _prepare(spec)
     except SpecError as error:
+        if error.code == "degrees_product":
+            raise _with_splits(error, spec) from None
         of_mesh = spec.mode == "hybrid" and error.setting in (*AXES, "devices")
         if not suggest or (not of_mesh and error.code != "paced_mode"):
             raise
         raise error.suggesting(v for v in error.suggest if _can_prepare(spec, **{error.setting: v})) from None
+
+
+def _with_splits(error: SpecError, spec: Spec) -> SpecError:
+    """The numbers of devices that work, and degrees that work with as many devices as there are."""
+    error = error.suggesting(v for v in error.suggest if _can_prepare(spec, devices=v))
+    given = {axis: degree for axis in AXES if (degree := getattr(spec, axis)) is not None}
+    near = itertools.islice(splits(spec.devices, given), MAX_TRIED)
+    good = [*itertools.islice((each for each in near if _can_prepare(spec, **each)), 3)]
+    if not good:
+        return error
+    names = {"degrees": told(given), "splits": "; ".join(map(told, good))}
+    return SpecError("degrees_splits", "devices", spec.devices, suggest=error.suggest, **names)
 
 
 def _prepare(spec: Spec) -> Job:

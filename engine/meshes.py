@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from engine.plan import AXES
 from engine.presets import family
@@ -12,6 +13,27 @@ from engine.spec import MAX_DEVICES, Spec
 
 FIRST_TO_GROW = ("fsdp", "dp", "tp", "pp")  # which axis is proposed for devices that no degree speaks for
 WITH_EXPERTS = ("ep", "dp")  # the same, where there are some
+
+
+def told(degrees: dict[str, int]) -> str:
+    return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+
+
+def splits(devices: int, like: dict[str, int]) -> Iterator[dict[str, int]]:
+    """Degrees of the same axes that make so many devices, those first that are most like the given ones."""
+
+    def far(degrees: tuple[int, ...]) -> float:
+        return sum(abs(math.log(a / b)) for a, b in zip(degrees, like.values(), strict=True))
+
+    return (dict(zip(like, degrees, strict=True)) for degrees in sorted(_factors(devices, len(like)), key=far))
+
+
+def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    if count == 1:
+        yield (number,)
+        return
+    for first in (d for d in range(1, number + 1) if number % d == 0):
+        yield from ((first, *rest) for rest in _factors(number // first, count - 1))
 
 
 def fill_degrees(spec: Spec) -> Spec:
@@ -26,7 +48,7 @@ def fill_degrees(spec: Spec) -> Spec:
     if not given:
         pairs = spec.devices > 2 and spec.devices % 2 == 0
         given = {rest_of: spec.devices // 2, pair: 2} if pairs else {to_grow[0]: spec.devices}
-    product, text = math.prod(given.values()), " x ".join(f"{axis} {degree}" for axis, degree in given.items())
+    product, text = math.prod(given.values()), told(given)
     free = [axis for axis in to_grow if axis not in given]
     rest, beyond = divmod(spec.devices, product)
     if beyond or (rest > 1 and not free):

@@ -120,6 +120,8 @@ RULES = {
     "degrees_of_devices": "{setting} times {other} ({degree}) must be the number of devices ({devices}); "
     "{setting} is {value}.",
     "degrees_product": "The degrees of a mesh ({degrees}) multiply to its number of devices; devices is {value}.",
+    "degrees_splits": "The degrees of a mesh ({degrees}) multiply to its number of devices; devices is {value}, which "
+    "could be {splits}.",
     "degrees_left": "The degrees given ({degrees}) leave a factor of {rest} of the {devices} devices to an axis, so "
     "one more is needed; {setting} is {value}.",
     "needs_axis": "{setting} is for a mesh whose degree {axis} is above 1; it is {value}. Leave it out.",

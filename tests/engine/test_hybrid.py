@@ -213,7 +213,7 @@ def test_the_degree_that_is_left_out_is_filled_in_where_only_one_is():
     [
         ({"devices": 8, "pp": 2, "tp": 2}, "degrees_left", (2,)),
         ({"devices": 8, "pp": 3}, "degrees_product", (3,)),  # nine would leave a three to nobody
-        ({"devices": 8, "dp": 2, "fsdp": 2, "tp": 1, "pp": 1}, "degrees_product", (4,)),
+        ({"devices": 8, "dp": 2, "fsdp": 2, "tp": 1, "pp": 1}, "degrees_splits", (4,)),
         ({"devices": 6, "dp": 3, "tp": 2, "fsdp": 1}, "batch_by_replicas", (15, 18)),
         ({"devices": 4, "tp": 4, "fsdp": 1, "dp": 1}, "devices_divide", (1, 2)),
         ({"devices": 4, "tp": 2, "fsdp": 2, "dp": 1, "schedule": "1f1b"}, "needs_axis", ()),
@@ -234,6 +234,20 @@ def test_what_does_not_fit_is_refused_with_what_does(given, code, suggest):
     assert (refused.value.code, refused.value.suggest) == (code, suggest)
     for value in suggest:
         prepare(Spec(mode="hybrid", **(SMALL | given | {refused.value.setting: value})))
+
+
+def test_degrees_that_make_too_many_devices_are_told_with_those_that_do_not():
+    """finetrainers#408: 2 x 2 x 2 on 6 devices."""
+    asked = {"mode": "hybrid", "devices": 6, "model": "gpt", "heads": 4, "global_batch": 48}
+    with pytest.raises(SpecError) as refused:
+        prepare(Spec(dp=2, tp=2, pp=2, **asked))
+    splits = refused.value.values["splits"].split("; ")
+    # 3 tensor ranks cannot share 4 heads, and of what is left these are all with one degree of 1.
+    assert set(splits) == {"pp 1 x dp 3 x tp 2", "pp 2 x dp 3 x tp 1", "pp 3 x dp 1 x tp 2"}
+    for split in splits:
+        degrees = {axis: int(degree) for axis, degree in map(str.split, split.split(" x "))}
+        assert math.prod(degrees.values()) == 6
+        prepare(Spec(**degrees, **asked))
 
 
 @pytest.mark.parametrize(

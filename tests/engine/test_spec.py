@@ -40,7 +40,14 @@ RANGES = [
     ({"sync-every-microstep": "1", "accumulate": "2", "compress": "powersgd"}, "exclusive", "sync_every_microstep"),
     ({"compress": "fp16", "compress-rank": "2"}, "does_not_apply", "compress_rank"),
     ({"mode": "pipeline", "model": "moe", "compile_stage": "torchscript"}, "option_of_model", "compile_stage"),
+    ({"model": "mlp", "freeze": "fc1,fc9"}, "bad_freeze", "freeze"),
+    ({"model": "mlp", "freeze": "fc1", "mode": "pipeline", "schedule": "zb_h2"}, "schedule_of_frozen", "schedule"),
     ({"model": "mlp", "recompute": "selective"}, "nothing_to_recompute", "recompute"),
+    (
+        {"mode": "pipeline", "recompute": "full", "compile-stage": "torchscript"},
+        "compile_recomputes",
+        "compile_stage",
+    ),
     ({"mode": "local_sgd", "sync-every-microstep": "1"}, "option_of_mode", "sync_every_microstep"),
     ({"bucket-mb": "nan"}, "not_finite", "bucket_mb"),
     ({"lr": "-0.1"}, "out_of_range", "lr"),
@@ -93,7 +100,7 @@ JOINED = [
     ({"mode": "pipeline", "devices": "4", "microbatches": "2"}, "too_few_microbatches", "microbatches"),
     ({"mode": "pipeline", "devices": "3", "microbatches": "1"}, "too_few_microbatches", "microbatches"),
     ({"mode": "hybrid", "devices": "8", "pp": "3"}, "degrees_product", "devices"),
-    ({"mode": "hybrid", "devices": "8", "pp": "2", "dp": "2", "fsdp": "2", "tp": "2"}, "degrees_product", "devices"),
+    ({"mode": "hybrid", "devices": "8", "pp": "2", "dp": "2", "fsdp": "2", "tp": "2"}, "degrees_splits", "devices"),
     ({"mode": "hybrid", "devices": "8", "pp": "2", "tp": "2"}, "degrees_left", "fsdp"),
     ({"mode": "hybrid", "devices": "12", "tp": "2", "fsdp": "1"}, "degrees_left", "dp"),
     ({"mode": "hybrid", "devices": "4", "dp": "2", "tp": "2", "schedule": "gpipe"}, "needs_axis", "schedule"),
@@ -305,7 +312,7 @@ def test_sentences_read_as_a_person_would_say_them():
 
 
 def test_every_rule_that_a_spec_can_break_is_among_the_cases():
-    files = ("spec.py", "faults.py", "job.py", "checks.py", "checkpoints.py", "meshes.py")
+    files = ("spec.py", "faults.py", "job.py", "checks.py", "checkpoints.py", "meshes.py", "frozen.py")
     source = "".join((ROOT / "engine" / name).read_text() for name in files)
     raised = set(re.findall(r'SpecError\(\s*"(\w+)"', source)) | SENTENCES.keys()
     elsewhere = {"not_json", "no_file", "no_gpu", "more_ranks_than_gpus", "cannot_run_here", "planned_only"}  # below
