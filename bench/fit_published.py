@@ -42,7 +42,7 @@ def declared(path: str) -> list[tuple]:
             case = case_of(row)
             if is_fitted(case):
                 job = prepare(spec_of(case)[0])
-                machine = machine_of(case).at(job.spec.precision)
+                machine = machine_of(case).placed(case.devices).at(job.spec.precision)
                 rows.append((row.id, machine, match(modes.plan(job)), step_seconds(case).value))
         except Unusable as why:
             print(f"{row.id} is not used: {why}")

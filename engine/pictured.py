@@ -65,7 +65,7 @@ def machine_of(job: Job, on: Machine | None = None) -> Machine:
     if found.local is not None and spec.precision not in (None, *(measured := found.local.precisions)):
         names = {"machine": spec.machine, "measured": ", ".join(measured)}
         raise SpecError("precision_here", "precision", spec.precision, suggest=measured, **names)
-    return found.at(spec.precision).running(run_by(spec.mode, degrees(spec)), spec.precision)
+    return found.placed(spec.devices).at(spec.precision).running(run_by(spec.mode, degrees(spec)), spec.precision)
 
 
 def trained(job: Job) -> Job:

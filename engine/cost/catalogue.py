@@ -44,7 +44,10 @@ MEMORY_REACHED = 0.88
 LAUNCH = 3e-6
 # Of the rate that a large matmul reaches alone, what products keep for hours between all others: clocks fall at the
 # device's power limit, and operands are not in the cache. Fitted on A100s (docs/decisions).
-SUSTAINED = 0.90
+SUSTAINED = 0.94
+# Of devices' rates of large products, the standard deviation beside the mean: whiskers of five clusters' box plots, 5.4
+# of it if they are normal, were 8 % apart (Sinha et al. 2022, arXiv:2208.11035, abstract).
+SPREAD = 0.015
 # Seconds of a call of NCCL beside its rounds (graph/tuning.cc: a ring's base latency, 6.6 to 14 us by protocol).
 CALL = 8.4e-6
 PCIE4 = 25e9  # bytes a second from a host; PCIe 4.0 x16 is 32 GB/s, of which copies from pinned memory reach about 25
@@ -177,6 +180,10 @@ EDR_HALF, HDR, NDR, XDR = network(50), network(200), network(400), network(800)
 # Of a link's rate, what all-reduces in the switches of NVLink 4 and 5 reach (NCCL, tuning.cc: NVLS efficiencies).
 SWITCH = {NVLINK4: 0.85, NVLINK4_800: 0.85, NVLINK5: 0.74}
 
+# Of the 18 trays of 4 in an NVLink domain, a job of several gets 16 of each, so that powers of two stay together
+# (Slurm, topology/block and sbatch --segment=16; CoreWeave, SUNK, "Topology/Block Scheduling in Slurm").
+NVL_BLOCK = 64
+
 
 def cluster(name: str, device: str, inside: Link, node_size: int, *outer: tuple[int, Link]) -> Machine:
     """Nodes of so many GPUs, joined by `outer`. The rate in fp32 is that in fp16 by the ratio of their peaks."""
@@ -193,6 +200,7 @@ def cluster(name: str, device: str, inside: Link, node_size: int, *outer: tuple[
         link_chunk=inside.chunk,
         memory_size=gpu.memory,
         node_size=node_size,
+        spread=SPREAD,
         outer=outer,
         sms=gpu.sms,
         trees=True,
@@ -269,10 +277,10 @@ def _catalogue() -> dict[str, Machine]:
         cluster("h200", "h200", NVLINK4, 8, (EVERYBODY, NDR)),
         cluster("b200", "b200", NVLINK5, 8, (EVERYBODY, NDR)),
         # GB200 NVL72: 72 GPUs in one NVLink domain, a port of 400 Gb/s (NDR) for each.
-        cluster("gb200", "gb200", NVLINK5, 72, (EVERYBODY, NDR)),
+        replace(cluster("gb200", "gb200", NVLINK5, 72, (EVERYBODY, NDR)), block=NVL_BLOCK),
         # HGX B300 and GB300 NVL72: the same with a port of 800 Gb/s (XDR).
         cluster("b300", "b300", NVLINK5, 8, (EVERYBODY, XDR)),
-        cluster("gb300", "gb300", NVLINK5, 72, (EVERYBODY, XDR)),
+        replace(cluster("gb300", "gb300", NVLINK5, 72, (EVERYBODY, XDR)), block=NVL_BLOCK),
         # A800 and H800: A100 and H100 with fewer links.
         cluster("a800", "a100", NVLINK3_800, 8, (EVERYBODY, HDR)),
         cluster("h800", "h100", NVLINK4_800, 8, (EVERYBODY, NDR)),

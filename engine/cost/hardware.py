@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, fields, replace
+from statistics import NormalDist
 
 from engine.cost.local import Local
 from engine.rules import SpecError
@@ -27,6 +28,11 @@ def _checked(thing: object, positive: tuple[str, ...], nonnegative: tuple[str, .
         value = getattr(thing, name)
         if not 0 <= value < math.inf:
             raise SpecError("impossible_machine", name, value, wanted="0 or more, and finite")
+
+
+def most_of(number: int) -> float:
+    """Of so many normal numbers the largest that is expected, in standard deviations from their mean (Blom 1958)."""
+    return NormalDist().inv_cdf((number - 0.375) / (number + 0.25))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,8 @@ class Machine:
 
     `link_latency`, `link_rate` and `link_chunk` are of the link between neighbours: inside of a group of `node_size`
     ranks, or between all where that is 0. `outer`: further tiers, each with the number of ranks that it reaches; the
-    last one reaches all.
+    last one reaches all. `block`: ranks of a group that a job gets, if it is larger than one and no number of groups.
+    `spread`: the standard deviation of devices' rates of products, beside their mean.
     """
 
     name: str
@@ -77,6 +84,8 @@ class Machine:
     unit_backward: float = 2.0
     memory_size: int | None = None
     node_size: int = EVERYBODY
+    block: int = 0
+    spread: float = 0.0
     outer: tuple[tuple[int, Link], ...] = ()
     peak_flop_rate: float | None = None  # of the data sheet, in the precision in which `flop_rate` is
     flash_rate: float = math.inf  # FLOPs a second of attention in one kernel, forward, in two bytes
@@ -108,6 +117,14 @@ class Machine:
             return self
         return replace(self, local=replace(self.local, who=who, precision=precision or self.local.precision))
 
+    def placed(self, ranks: int) -> Machine:
+        """The same machine, as a job of so many ranks lies on it. All wait for the slowest of their devices."""
+        whole = self.node_size == EVERYBODY or ranks <= self.node_size or ranks % self.node_size == 0
+        size = self.node_size if whole or not self.block or ranks % self.block else self.block
+        slowest = 1 + self.spread * most_of(ranks)
+        rates = {name: getattr(self, name) / slowest for name in ("flop_rate", "flash_rate")} if slowest > 1 else {}
+        return replace(self, node_size=size, **rates)
+
     def threads(self, ranks: int) -> int:
         """Cores that each of `ranks` ranks computes on when they are shared out; 1 where there are not enough."""
         return max(1, self.cores // ranks)
@@ -127,11 +144,9 @@ class Machine:
             "unfused",
         )
         rates = (*rates, "memory_size")
-        _checked(
-            self,
-            (*gains, *rates),
-            ("op_overhead", "call_overhead", "switch", "link_latency", "cores", "node_size", "sms", "uneven"),
-        )
+        counts = ("cores", "node_size", "block", "sms")
+        shares = ("op_overhead", "call_overhead", "switch", "link_latency", "spread", "uneven")
+        _checked(self, (*gains, *rates), (*counts, *shares))
         reach = [ranks for ranks, _ in self.tiers]
         if reach[-1] != EVERYBODY or any(a >= b for a, b in itertools.pairwise([EVERYBODY, *reach[:-1]])):
             wanted = "tiers that reach more and more ranks, the last of them (0) all"

@@ -4,7 +4,8 @@ A stage is gathered (`unshard`) when it is among the next ACTIVE stages that its
 (`reshard`) when it no longer is; its gradients are reduced (`reduce_grad`) after its last backward. These are the rules
 of `_add_unshard_reshard` and `_add_reduce_grad` in torch.distributed.pipelining.schedules. Its GPipe and 1F1B, which
 have one stage a rank, do not go through that runtime: there each layer is gathered by its first forward. Messages that
-are in the order already stay where they are.
+are in the order already stay where they are. Under Megatron-LM's distributed optimizer a stage that was gathered stays
+so until the step ends (`kept`).
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ ACTIVE = 3  # stages that a rank has gathered at a time: one for forward, one fo
 LAST = ("backward", "backward_weight")  # the last pass of a microbatch through a stage
 
 
-def add_gathers(order: Sequence[Sequence[Action]]) -> list[list[Action]]:
-    return [list(_with_gathers(actions)) for actions in order]
+def add_gathers(order: Sequence[Sequence[Action]], *, kept: bool = False) -> list[list[Action]]:
+    return [list(_with_gathers(actions, kept=kept)) for actions in order]
 
 
-def _with_gathers(actions: Sequence[Action]) -> Iterator[Action]:
+def _with_gathers(actions: Sequence[Action], *, kept: bool) -> Iterator[Action]:
     passes = [group for _, group in groups(actions)]
     places: dict[int, deque[int]] = {}  # of each stage, where its passes are that are still to come
     last: dict[int, int] = {}  # of each stage, its last backward
@@ -37,7 +38,7 @@ def _with_gathers(actions: Sequence[Action]) -> Iterator[Action]:
             yield from group
             continue
         wanted = _next_stages(places)
-        for stage in [stage for stage in gathered if stage not in wanted]:
+        for stage in [stage for stage in gathered if stage not in wanted and not kept]:
             gathered.remove(stage)
             yield Action("reshard", stage, None)
         for stage in [stage for stage in wanted if stage not in gathered]:
@@ -47,7 +48,7 @@ def _with_gathers(actions: Sequence[Action]) -> Iterator[Action]:
         for action in group:
             places[action.stage].popleft()
         yield from (Action("reduce_grad", a.stage, None) for a in group if a.kind in LAST and last[a.stage] == i)
-    yield from (Action("reshard", stage, None) for stage in gathered)
+    yield from (Action("reshard", stage, None) for stage in gathered if not kept)
 
 
 def _next_stages(places: dict[int, deque[int]]) -> list[int]:

@@ -11,7 +11,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from engine.cost.catalogue import MACHINES, MEMORY_REACHED, PCIE, network
+from engine.cost.catalogue import DEVICES, MACHINES, MEMORY_REACHED, PCIE, SUSTAINED, TERA, network
 from engine.cost.hardware import EVERYBODY, Link, Machine
 from engine.matching import PlanError
 from engine.predict import predict
@@ -27,6 +27,9 @@ LINK_REACHED = 0.8  # of NVLink's rate, what NCCL counts on (graph/topo.h): 20 o
 # and the square of the voltage, which rises with the clock (Chandrakasan et al. 1992, doi 10.1109/4.126534).
 POWER = {"v100": 300, "a100": 400, "a100_40": 400, "h100": 700, "h200": 700, "b200": 1000, "gb200": 1200}
 POWER |= {"a800": 400, "h800": 700, "b300": 1100, "gb300": 1400}
+# Where large products were measured at a limit, that counts, of the peak in 16 and in 8 bits alike: H100s at 500 W
+# (pytorch/ao, torchao/float8/roofline_utils.py: "custom to Meta's H100 variant", "experimental observation").
+AT_LIMIT = {("h100", 500): 0.60}
 # Of a device's peak in 16 bits, what the first FlashAttention reaches: 40 % forward and 30 % backward on an A100, the
 # middles of 30 to 50 and 25 to 35 % (Dao 2023, arXiv:2307.08691, section 1). With the cost model's ratio of the two the
 # same time is 36 % forward. A later device runs it with an A100's instructions, which reach 62 % of its peak (Luo et
@@ -236,7 +239,10 @@ def machine_with(
         changes["memory_size"] = int(memory_size)
     if memory_rate:
         changes["memory_rate"] = MEMORY_REACHED * memory_rate
-    if power and device in POWER:
+    if measured := AT_LIMIT.get((device, power)):
+        peak, gpu = known.peak_flop_rate, DEVICES[device]
+        changes |= {"flop_rate": SUSTAINED * measured * peak, "fp8_gain": gpu.fp8 * TERA / peak}
+    elif power and device in POWER:
         changes["flop_rate"] = known.flop_rate * min(1.0, power / POWER[device]) ** (1 / 3)
     if blocking:
         changes["op_overhead"] = BLOCKING

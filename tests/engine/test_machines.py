@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from engine.cost.catalogue import SUSTAINED
+from engine.cost.hardware import most_of
 from engine.cost.machine import EVERYBODY, MACHINES, Link, machine
 from engine.rules import SpecError
 
@@ -64,3 +65,22 @@ def test_a_precision_without_units_of_its_own_is_computed_in_the_next():
     assert machine("h100").at("fp8").flop_rate / machine("h100").at("bf16").flop_rate == pytest.approx(
         1280 / 720, rel=1e-3
     )
+
+
+@pytest.mark.parametrize(("ranks", "together"), [(64, 72), (72, 72), (128, 64), (144, 72), (512, 64), (100, 72)])
+def test_a_job_of_several_racks_gets_as_many_devices_of_each(ranks, together):
+    """Of 72; 128 and 512 do not divide into them, and do into 64; 100 into neither."""
+    assert MACHINES["gb200"].placed(ranks).node_size == together
+    assert MACHINES["h100"].placed(ranks).node_size == 8
+
+
+def test_the_slowest_of_many_devices_is_as_slow_as_the_largest_of_many_normal_numbers():
+    """Expected values of the largest: Harter 1961, table 1."""
+    for number, expected in ((1, 0.0), (2, 0.5642), (10, 1.5388), (100, 2.5076)):
+        assert most_of(number) == pytest.approx(expected, abs=0.026)
+    known, spread = MACHINES["h100"], 0.015
+    placed = known.placed(100)
+    for name in ("flop_rate", "flash_rate"):
+        assert getattr(known, name) / getattr(placed, name) == pytest.approx(1 + 2.5076 * spread, rel=1e-3)
+    assert known.placed(1) == known and placed.peak_flop_rate == known.peak_flop_rate
+    assert MACHINES["unit"].placed(100) == MACHINES["unit"]

@@ -1,5 +1,6 @@
 """What published software does beside its layout, as settings of planned models: what each changes in a plan."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -40,6 +41,16 @@ def test_messages_that_are_waited_for_are_not_in_the_background():
     for overlap, background in ((None, True), (False, False)):
         sent = [op for op in ops_of(**STAGES, overlap=overlap) if op.kind == "send"]
         assert len(sent) == 4 and all(op.asynchronous is background for op in sent)
+
+
+def test_a_distributed_optimizer_gathers_a_layer_once_in_a_step_and_fsdp_whenever_its_stage_comes():
+    """Two ranks of a pipeline have four stages of a layer each, of which FSDP has three whole at a time."""
+    sizes = {"devices": 4, "pp": 2, "fsdp": 2, "layers": 6, "split": (1,) * 8}
+    known = sizes | {"microbatches": 4, "schedule": "interleaved_1f1b", "stages_per_rank": 4}
+    for master_weights in (True, None):
+        ops = ops_of(**known, master_weights=master_weights)
+        gathered = Counter(op.part for op in ops if (op.kind, op.axis) == ("all_gather", "fsdp"))
+        assert len(gathered) == 4 and (set(gathered.values()) == {1}) is bool(master_weights)
 
 
 def test_a_host_that_waits_starts_over_again():

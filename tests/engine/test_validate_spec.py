@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.cost.catalogue import MACHINES
+from engine.cost.catalogue import MACHINES, SUSTAINED
 from engine.cost.collectives import collective_seconds
 from engine.cost.kernels import memory
 from engine.cost.matmul import kernel_seconds
@@ -88,10 +88,17 @@ def test_a_machine_has_the_links_and_the_memory_of_its_row():
     )
     known = MACHINES["h100"]
     assert found.node_size == 4 and found.memory_size == 96e9
-    assert found.flop_rate == pytest.approx(known.flop_rate * (500 / 700) ** (1 / 3))
     assert found.link_rate == pytest.approx(12 * 20e9)
     assert found.tiers[-1][1].rate == pytest.approx(known.tiers[-1][1].rate)  # its catalogue has 400 Gb/s too
     assert found.memory_rate / known.memory_rate == pytest.approx(2.4 / 3.35)
+
+
+def test_a_device_under_its_power_is_as_fast_as_was_measured_or_as_its_power_allows():
+    """Of 989.4 TFLOP/s in bf16 and 1979 in fp8, 60 % at 500 W; at 400 W the cube root of 4 / 7."""
+    limits = {watts: machine_of(case(hardware={"gpu": f"H100-SXM 96GB, {watts}W cap"})) for watts in (500, 400)}
+    for precision, peak in (("bf16", 989.4e12), ("fp8", 1979e12)):
+        assert limits[500].at(precision).flop_rate == pytest.approx(SUSTAINED * 0.60 * peak)
+    assert limits[400].flop_rate == pytest.approx(MACHINES["h100"].flop_rate * (400 / 700) ** (1 / 3))
 
 
 def test_what_cannot_be_planned_says_the_rule():

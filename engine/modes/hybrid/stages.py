@@ -41,7 +41,8 @@ def in_stages(
     ends = [output_of(job, layers[stage[-1]]) for stage in job.stage_layers]
     made = {stage: layer.output_bytes * samples for stage, layer in enumerate(ends)}
     sizes = {stage: size // _scattered(job) for stage, size in made.items()}
-    rows = rows_of(spec.schedule, job.degree("pp"), spec.microbatches, spec.stages_per_rank, spec.schedule_file)
+    asked = (spec.schedule, job.degree("pp"), spec.microbatches, spec.stages_per_rank, spec.schedule_file)
+    rows = rows_of(*asked, kept=bool(spec.master_weights) and spec.paced is None)  # PyTorch trains a scale model
     blocks: Blocks = {}
     for rank in ranks:
         stages = placement[rank]
@@ -100,16 +101,16 @@ def _turned(kind: str, turn: int | None) -> str:
 
 @functools.lru_cache(maxsize=16)  # many jobs have one schedule, and its numbers
 def rows_of(
-    schedule: str | None, ranks: int, microbatches: int, stages_per_rank: int | None, file: str | None
+    schedule: str | None, ranks: int, microbatches: int, stages_per_rank: int | None, file: str | None, *, kept: bool
 ) -> list[list[Action]]:
-    """What each rank does, with messages and gathers; not to be changed."""
+    """What each rank does, with messages and gathers; not to be changed. `kept`: see `add_gathers`."""
     if file is not None:
         found = given.read(file)
-        order = add_gathers(found.order)
+        order = add_gathers(found.order, kept=kept)
         return order if found.has_messages else messages.add_late(order, found.pipelines)
     order = schedules.order(schedule, ranks, microbatches, stages_per_rank)
     pipelines = schedules.pipelines(schedule, ranks, stages_per_rank)
-    return messages.add_late(order if schedule in ONE_STAGE else add_gathers(order), pipelines)
+    return messages.add_late(order if schedule in ONE_STAGE else add_gathers(order, kept=kept), pipelines)
 
 
 def _passes(
