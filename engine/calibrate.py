@@ -166,8 +166,14 @@ class Measuring:
             if self.effort.modes is not None and mode not in (PLAIN, *self.effort.modes):
                 continue
             jobs += [self._job(mode, model, devices, *size, settings) for size in ((_SMALL, 4), (_LARGE, 8))]
-        asked = {"what": "trainings", "device": "cpu", "origin": time.time_ns(), "jobs": jobs, **more}
-        asked |= {"budget": 5 * self.effort.budget}
+        asked = {
+            "what": "trainings",
+            "device": "cpu",
+            "origin": time.time_ns(),
+            "jobs": jobs,
+            "budget": self.effort.budget,
+            **more,
+        }
         return Part(name, processes, asked, len(jobs))
 
     def _job(self, mode: str, model: str, devices: int, sizes: dict, batch: int, settings: dict) -> dict[str, Any]:
@@ -210,7 +216,7 @@ class Measuring:
         trained = [one for one in found if one.part.asked["what"] == "trainings"]
         calibration = Calibration(
             identity=this_machine(), made=began, seconds=0.0, together=together, crowded=crowded, uneven=0.0,
-            speed=mean_speed((one.part.processes, one.ranks) for one in trained),
+            probe=mean_step((one.part.processes, one.ranks) for one in trained),
             disturbed=sum(one.others * one.seconds for one in found) / sum(one.seconds for one in found),
             curves=measured, ops={}, rates=rates_of(measured),
         )  # fmt: skip
@@ -242,13 +248,13 @@ def speeds(found: Sequence[Mapping[str, float]], cores: int) -> tuple[float, flo
     return busy, min(busy, shared)
 
 
-def mean_speed(parts: Iterable[tuple[int, Sequence[Mapping[str, Any]]]]) -> dict[str, float]:
-    """Of each part its processes, and what each of them found -> `2`: steps a second of each of two processes, before
-    and after whatever else such parts measured. Means are of seconds, of which a prediction is a sum."""
+def mean_step(parts: Iterable[tuple[int, Sequence[Mapping[str, Any]]]]) -> dict[str, float]:
+    """Of each part its processes, and what each of them found -> `2`: CPU seconds of a step of the small training in
+    each of two processes, in the mean over all that such parts measured."""
     seconds: dict[int, list[float]] = defaultdict(list)
     for processes, ranks in parts:
-        seconds[processes] += [1 / steps for rank in ranks for steps in rank["speeds"]]
-    return {str(processes): 1 / fmean(each) for processes, each in sorted(seconds.items())}
+        seconds[processes] += [one for rank in ranks for one in rank["step_seconds"]]
+    return {str(processes): fmean(each) for processes, each in sorted(seconds.items())}
 
 
 def rates_of(measured: Mapping[str, Curve]) -> dict[str, float]:

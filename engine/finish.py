@@ -282,8 +282,7 @@ def _slower(folder: Path, processes: int) -> float | None:
     files = [read_json(folder / f"rank{rank}.speed.json") for rank in range(min(processes, PROBING))]
     if not all(files):
         return None
-    seconds = fmean(1 / file["steps_per_second"] for file in files)
-    return calibration.find().calibration.slower(processes, 1 / seconds)
+    return calibration.find().calibration.slower(processes, fmean(file["step_seconds"] for file in files))
 
 
 def other_cores(steps: list[list[dict]], steady: range) -> float | None:

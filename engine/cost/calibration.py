@@ -110,8 +110,8 @@ class Calibration:
     """`curves`: precision and threads (`fp32/2`) -> (FLOPs, seconds) of a product; `memory/1` -> (bytes read and
     written, seconds) of a sum; kind of communication and ranks (`all_reduce/4`) -> (bytes, seconds, cores busy
     meanwhile, over all ranks); the same of GPUs, where there are any, as `cuda:fp32/1`. `ops`: who runs it, its kind
-    and part (`fsdp/forward/block`) -> Cost. `together`, `crowded` and `uneven`: see Machine. `speed`: in how many
-    processes a small training went on at once -> steps a second of each, in the mean over all this
+    and part (`fsdp/forward/block`) -> Cost. `together`, `crowded` and `uneven`: see Machine. `probe`: in how many
+    processes a small training went on at once -> CPU seconds of a step, in the mean over all this
     (`engine.real.speed`). `disturbed`: cores that other programs kept busy meanwhile. `made`: Unix seconds; `seconds`:
     how long it took. `rates`: a few of the numbers as people know them."""
 
@@ -122,7 +122,7 @@ class Calibration:
     crowded: float
     uneven: float
     disturbed: float
-    speed: Mapping[str, float]
+    probe: Mapping[str, float]
     curves: Mapping[str, Curve]
     ops: Mapping[str, Cost]
     rates: Mapping[str, float]
@@ -134,10 +134,10 @@ class Calibration:
         many = self.disturbed > MANY * self.identity.cores
         return {"other": f"{self.disturbed:.1f}", "cores": self.identity.cores} if many else None
 
-    def slower(self, processes: int, steps: float) -> float | None:
-        """How many times as long the same takes where that many processes do so many steps a second."""
-        then = self.speed.get(str(min(processes, PROBING)))
-        return then / steps if then and steps else None
+    def slower(self, processes: int, seconds: float) -> float | None:
+        """How many times as long the same takes where a step of the probe in so many processes takes so long."""
+        then = self.probe.get(str(min(processes, PROBING)))
+        return seconds / then if then else None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"ops": {name: list(cost) for name, cost in self.ops.items()}}
@@ -155,7 +155,7 @@ class Calibration:
             identity=Identity(**who | {"gpus": tuple(who["gpus"])}),
             ops={name: Cost(*map(_number, cost)) for name, cost in values["ops"].items()},
             rates={name: _number(rate) for name, rate in values["rates"].items()},
-            speed={processes: _number(steps) for processes, steps in values["speed"].items()},
+            probe={processes: _number(seconds) for processes, seconds in values["probe"].items()},
             curves={name: _curve(points) for name, points in values["curves"].items()},
             **numbers,
         )

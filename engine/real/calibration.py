@@ -139,7 +139,8 @@ def together(asked: dict, folder: Path, device: torch.device, rank: int, world_s
     for processes in asked["each"]:
         dist.barrier()
         if rank < processes:
-            found[str(processes)] = probe.steps_per_second(asked["budget"])
+            steps, seconds, _ = probe.steps(asked["budget"])
+            found[str(processes)] = steps / seconds
         told(folder, rank)
     return found, [probe]
 
@@ -234,9 +235,9 @@ def of_calls(marks: list[tuple[int, int]], events: list) -> list[list[tuple[int,
 
 def trainings(asked: dict, folder: Path, device: torch.device, rank: int, world_size: int) -> tuple[dict, list]:
     """A few steps of each job, in a folder of its own as that of a run. What has process groups is kept. Found: how
-    fast this machine was before the first and after the last of them."""
-    kept = []
-    speeds = [speed.steps_per_second(folder, rank, world_size, asked["budget"])]
+    fast this machine was in between, once both sizes of a job were trained."""
+    probe, probed = speed.Probe(folder, rank), []
+    kept: list = [probe]
     origin = asked["origin"]
     for i, values in enumerate(asked["jobs"]):
         job = prepare(Spec.from_dict(values))
@@ -256,6 +257,7 @@ def trainings(asked: dict, folder: Path, device: torch.device, rank: int, world_
             kept.append(training)
         if world_size > 1:
             dist.barrier()
+        if i % 2:
+            probed.append(probe.step_seconds(asked["budget"]))
         told(folder, rank)
-    speeds.append(speed.steps_per_second(folder, rank, world_size, asked["budget"]))
-    return {"speeds": speeds}, kept
+    return {"step_seconds": probed}, kept

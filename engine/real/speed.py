@@ -1,7 +1,8 @@
-"""A small training, in one process or in two at once -> steps a second of each: how fast this machine is now.
+"""A small training, in one process or in two at once -> CPU seconds of a step of it: how fast this machine is now.
 
 The same while a machine is calibrated and after a run's last step. So a prediction can be held to the speed that the
-machine had meanwhile (`engine.accuracy`), and no time of the run's own steps is in that speed.
+machine had meanwhile (`engine.accuracy`), and no time of the run's own steps is in that speed. Time in which something
+else has the core does not count: a run tells that apart.
 """
 
 from __future__ import annotations
@@ -35,38 +36,38 @@ class Probe:
         place = Place(rank, 1, torch.device("cpu"), self.recorder, folder)
         self.training = modes.run(SPEC.mode).training(prepare(SPEC), place)
 
-    def steps_per_second(self, seconds: float) -> float:
-        """In so many seconds, after a step that does not count."""
-        self._step()
-        steps, began = 0, time.perf_counter()
-        while (ended := time.perf_counter()) - began < seconds or not steps:
-            self._step()
-            steps += 1
-        return steps / (ended - began)
-
-    def _step(self) -> None:
+    def step(self) -> None:
         self.training.make_gradients(0)
         update(self.training, self.recorder)
 
+    def steps(self, seconds: float) -> tuple[int, float, float]:
+        """In so many seconds, after one that does not count: steps, the seconds that went by, and those of the CPU."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        self.step()
+        steps, began, used = 0, time.perf_counter(), time.process_time()
+        while (ended := time.perf_counter()) - began < seconds or not steps:
+            self.step()
+            steps += 1
+        used = time.process_time() - used
+        torch.set_num_threads(threads)
+        return steps, ended - began, used
 
-def steps_per_second(folder: Path, rank: int, world_size: int, seconds: float) -> float | None:
-    """Called by all ranks: of the first of them, which train at once while the others wait; None on the others."""
-    threads, found = torch.get_num_threads(), None
-    torch.set_num_threads(1)
-    probe = Probe(folder, rank) if rank < PROBING else None
-    if world_size > 1:
-        dist.barrier()
-    if probe:
-        found = probe.steps_per_second(seconds)
-    if world_size > 1:
-        dist.barrier()
-    torch.set_num_threads(threads)
-    return found
+    def step_seconds(self, seconds: float) -> float:
+        steps, _, used = self.steps(seconds)
+        return used / steps
 
 
 def keep(job: Job, place: Place) -> None:
-    """In a file beside what else the rank says, where predictions are made of this machine's cores."""
+    """What a step takes now, in files beside what else the first ranks say, which train at once while the others wait;
+    where predictions are made of this machine's cores."""
     if job.spec.device != "cpu" or job.steps < ENOUGH:
         return
-    if (steps := steps_per_second(place.run_dir, place.rank, place.world_size, SECONDS)) is not None:
-        archive.write_json(place.run_dir / f"rank{place.rank}.speed.json", {"steps_per_second": steps})
+    probe = Probe(place.run_dir, place.rank) if place.rank < PROBING else None
+    if place.world_size > 1:
+        dist.barrier()
+    if probe:
+        found = {"step_seconds": probe.step_seconds(SECONDS)}
+        archive.write_json(place.run_dir / f"rank{place.rank}.speed.json", found)
+    if place.world_size > 1:
+        dist.barrier()

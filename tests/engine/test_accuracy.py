@@ -139,13 +139,13 @@ def test_where_its_speed_is_not_known_it_is_no_part():
 
 
 def test_a_run_that_ended_before_has_no_speed(tmp_path, monkeypatch):
-    """Two ranks did 10 and 30 steps a second after it: 1/15 s a step in the mean."""
-    then = dataclasses.replace(calibration.find().calibration, speed={"2": 30.0})
+    """Of two ranks a step of the probe took 0.1 and 0.3 s after it."""
+    then = dataclasses.replace(calibration.find().calibration, probe={"2": 0.1})
     monkeypatch.setattr(calibration, "find", lambda: calibration.Found(then, "calibrated", None))
     assert _slower(tmp_path, 4) is None
-    for rank, steps in enumerate((10.0, 30.0)):
+    for rank, step_seconds in enumerate((0.1, 0.3)):
         assert _slower(tmp_path, 4) is None
-        (tmp_path / f"rank{rank}.speed.json").write_text(json.dumps({"steps_per_second": steps}))
+        (tmp_path / f"rank{rank}.speed.json").write_text(json.dumps({"step_seconds": step_seconds}))
     assert _slower(tmp_path, 4) == pytest.approx(2.0)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engine import calibrate
-from engine.calibrate import Measured, Measuring, Part, curves, mean_speed, speeds
+from engine.calibrate import Measured, Measuring, Part, curves, mean_step, speeds
 from engine.calibrated import Arrival, Call, Sample, arrivals, costs, line, scale, unevenness
 from engine.cost import calibration
 from engine.cost.calibration import (
@@ -44,7 +44,7 @@ MADE = Calibration(
     crowded=0.8,
     uneven=1e-4,
     disturbed=0.1,
-    speed={"1": 40.0, "2": 30.0},
+    probe={"1": 0.025, "2": 0.04},
     curves={
         # 1 us a call and a TFLOP/s; on two threads twice that
         "fp32/1": ((1e6, 2e-6), (1e9, 1.001e-3)),
@@ -315,17 +315,17 @@ def test_a_core_is_as_fast_as_what_all_do_on_it():
 
 
 def test_how_fast_a_machine_was_is_the_mean_over_all_that_was_measured():
-    """Of seconds: 1/40 and 1/10 are 1/16 in the mean, and no mean of 40 and 10."""
-    alone, shared = [{"speeds": [40.0, 10.0]}], [{"speeds": [20.0, 20.0]}, {"speeds": [20.0, 20.0]}]
-    found = mean_speed([(1, alone), (2, shared), (1, [{"speeds": [16.0, 16.0]}])])
-    assert found == {"1": pytest.approx(16.0), "2": pytest.approx(20.0)}
+    alone = [{"step_seconds": [0.01, 0.04]}], [{"step_seconds": [0.07]}]
+    shared = [{"step_seconds": [0.05, 0.06]}, {"step_seconds": [0.07, 0.10]}]
+    found = mean_step([(1, alone[0]), (2, shared), (1, alone[1])])
+    assert found == {"1": pytest.approx(0.04), "2": pytest.approx(0.07)}
 
 
 def test_a_machine_is_slower_by_what_the_same_takes_in_as_many_processes():
-    assert MADE.slower(1, 20.0) == pytest.approx(2.0)
-    assert MADE.slower(2, 60.0) == pytest.approx(0.5)
-    assert MADE.slower(4, 60.0) == MADE.slower(2, 60.0)  # of more than two ranks two did it
-    assert dataclasses.replace(MADE, speed={}).slower(1, 20.0) is None
+    assert MADE.slower(1, 0.05) == pytest.approx(2.0)
+    assert MADE.slower(2, 0.02) == pytest.approx(0.5)
+    assert MADE.slower(4, 0.02) == MADE.slower(2, 0.02)  # of more than two ranks two did it
+    assert dataclasses.replace(MADE, probe={}).slower(1, 0.05) is None
 
 
 # GPUs
