@@ -34,13 +34,15 @@ def on_parts(
     kind: type[torch.optim.Optimizer], parameters: Iterable[nn.Parameter], **settings: float
 ) -> torch.optim.Optimizer:
     """Of DTensors it updates this rank's parts."""
-    parts = [_part(each) if isinstance(each, DTensor) else each for each in parameters]
-    optimizer = kind([{"params": parts}], **settings)  # there may be none
+    optimizer = kind([{"params": [*map(part_of, parameters)]}], **settings)  # there may be none
     optimizer.register_step_pre_hook(_check)
     return optimizer
 
 
-def _part(whole: DTensor) -> Part:
+def part_of(whole: nn.Parameter) -> nn.Parameter:
+    """Of a DTensor this rank's part; else the parameter itself."""
+    if not isinstance(whole, DTensor):
+        return whole
     part = Part(whole._local_tensor, requires_grad=whole.requires_grad)
     part.whole = whole
     return part

@@ -20,7 +20,7 @@ def lay():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     yield lambda numbers, placement: distribute_tensor(torch.tensor(numbers), mesh, [placement], src_data_rank=None)
     dist.destroy_process_group()
     _clear_sharding_prop_cache()
@@ -74,3 +74,32 @@ def test_a_gradient_that_lies_otherwise_and_a_parameter_that_has_moved_are_refus
     whole.grad, whole._local_tensor = right, whole._local_tensor.clone()
     with pytest.raises(RuntimeError, match="other memory"):
         optimizer.step()
+
+
+def test_gradients_are_clipped_through_their_parts(whole, tmp_path):
+    """DTensor is asked for norms alone: to find out how all products of a model lie took it a second."""
+    from types import SimpleNamespace
+
+    import torch
+    from torch.distributed.tensor import DTensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from engine.real.clip import clip
+    from engine.real.recorder import Recorder
+
+    class Asked(TorchDispatchMode):
+        names: frozenset[str] = frozenset()
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if DTensor in types:
+                self.names |= {op._schema.name}
+                return NotImplemented
+            return op(*args, **(kwargs or {}))
+
+    before = whole.grad.to_local().clone()
+    training = SimpleNamespace(held=lambda: {"weight": whole})
+    with Asked() as asked:
+        norm = clip(training, Recorder(tmp_path / "spans", 0, 0, enabled=False), 0.5)
+    assert "aten::linalg_vector_norm" in asked.names and not any("mul" in name for name in asked.names)
+    assert norm == pytest.approx(torch.linalg.vector_norm(before).item())  # nothing is sent by the group of this test
+    assert torch.allclose(whole.grad.to_local(), before * 0.5 / norm)
