@@ -22,7 +22,7 @@ from tests.engine.proof import finished
 
 GPT = {"model": "gpt", "layers": 2, "hidden": 32, "heads": 2, "context": 16}
 VOCABULARY = 144  # the text's 103 characters, padded
-SHORT = {"steps": 3, "parity_steps": 0, "device": "cpu"}
+SHORT = {"steps": 2, "parity_steps": 0, "device": "cpu"}
 # A loss, and places of tokens (8 bytes each), are not planned.
 NEAR = 0.01
 
@@ -271,25 +271,39 @@ def test_a_run_holds_what_was_planned(case, launcher, runs_dir):
     assert all(memory["error"][name] == 0 for name in EXACT)
 
 
-def test_a_tensor_that_is_let_go_of_late_in_one_step_is_not_one_more(tmp_path, monkeypatch):
+WHOLE = dict.fromkeys(CATEGORIES, 100)
+LATE = [WHOLE | {"buffers": 140}, WHOLE | {"activations": 120}, WHOLE | {"gradients": 104}]
+
+
+@pytest.mark.parametrize(
+    ("seen", "others", "taken"),
+    [
+        (LATE, 0, 3),
+        ([WHOLE, LATE[0], WHOLE], 0, 3),
+        ([WHOLE, WHOLE, LATE[0]], 0, 2),  # alike: nothing was late
+        ([WHOLE, WHOLE, LATE[0]], 1, 3),  # alike here, and not on another rank: ranks take steps together
+    ],
+)
+def test_a_tensor_that_is_let_go_of_late_in_one_step_is_not_one_more(seen, others, taken, tmp_path, monkeypatch):
     """gloo's threads do so now and then: of several steps, all alike, the least of each category counts."""
     memory = pytest.importorskip("engine.real.memory")
-    whole = dict.fromkeys(CATEGORIES, 100)
-    seen = iter([whole | {"buffers": 140}, whole | {"activations": 120}, whole | {"gradients": 104}])
+    steps = iter(seen)
 
     class Seen:
         def __init__(self, *_):
-            self.held = next(seen)
+            self.held = next(steps)
 
         __enter__ = __exit__ = settle = lambda *_: None
 
     monkeypatch.setattr(memory, "Ledger", Seen)
     monkeypatch.setattr(memory, "update", lambda *_: None)
     monkeypatch.setattr(memory.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(memory.dist, "all_reduce", lambda tensor: tensor.add_(others))
     training = SimpleNamespace(make_gradients=lambda step: None)
     place = SimpleNamespace(device=None, recorder=None, run_dir=tmp_path, rank=1)
     memory.measure(prepare(Spec(mode="ddp")), place, training)
-    assert json.loads((tmp_path / "rank1.memory.json").read_text()) == {"devices": [whole]}
+    assert json.loads((tmp_path / "rank1.memory.json").read_text()) == {"devices": [WHOLE]}
+    assert len(list(steps)) == len(seen) - taken
 
 
 @pytest.mark.real
