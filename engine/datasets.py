@@ -351,6 +351,7 @@ def _split_text(context: int) -> tuple[np.ndarray, np.ndarray]:
 # synthetic: made from a seed
 
 
+@functools.lru_cache(maxsize=1)  # the first rank of a run wants them three times
 def _make_images(seed: int) -> Dataset:
     """A smooth random pattern for each class, under noise: easy to learn, not at a glance."""
     random = np.random.default_rng(seed)

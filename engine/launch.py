@@ -31,7 +31,9 @@ FORKING = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thre
 # torch's threads sleep while they wait for each other: by default they spin, and where something else needs a core too
 # (a browser that shows the run), a step was seen to take ten times longer.
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
-POLL = 0.02  # seconds between looks at a run folder while somebody waits
+# Seconds between looks at a run folder while somebody waits: at first, at most, and between them as a part of the time
+# waited so far. A look takes a part of a millisecond of a core that the run may need.
+SOON, SELDOM, PART = 0.02, 0.2, 0.02
 
 
 def start(spec: Spec, runs_dir: str | Path = RUNS, launcher: Launcher | None = None) -> Handle:
@@ -207,14 +209,15 @@ class Handle:
     def result(self, timeout: float | None = None) -> dict[str, Any]:
         """Wait for the end of the run, whatever it is: result.json. Raises TimeoutError, and LauncherError where the
         run was cut off before its results were written."""
-        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        began = time.monotonic()
+        deadline = float("inf") if timeout is None else began + timeout
         while True:
             status = archive.read_status(self.run_dir)
             if status["state"] in archive.FINAL:
                 break
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"the run {self.run_id} is {status['state']} after {timeout} s")
-            time.sleep(POLL)
+            time.sleep(min(max(SOON, PART * (time.monotonic() - began)), SELDOM))
         result = archive.read_result(self.run_dir)
         if result is None:
             reason = status["error"]["message"] if status["error"] else "result.json is missing or damaged"

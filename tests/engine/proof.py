@@ -7,6 +7,11 @@ from engine.predict import Prediction
 from engine.spec import Spec
 from tests import table
 
+# For variants of what a longer run has proven, which compares three steps of four. The second step's gradients are of
+# weights that the first has updated, its weights those of an optimizer that has state, and its collectives those of a
+# training that goes on; the third is not compared, and would show what the comparison disturbs.
+BRIEF = {"steps": 3, "parity_steps": 2, "device": "cpu"}
+
 
 def finished(spec: Spec, launcher: Launcher, runs_dir, *, measure_memory: bool = False) -> dict:
     """To measure memory takes a few more steps, slowly, so few tests ask for it. To compile takes minutes where
@@ -29,7 +34,8 @@ def holds(result: dict) -> None:
     the README's table."""
     _keep(result, parity=result["parity"]["ok"])
     assert result["parity"]["ok"], result["parity"]
-    assert result["parity"]["steps"] == 3
+    asked = result["spec"]["parity_steps"]
+    assert result["parity"]["steps"] == (3 if asked is None else asked) >= BRIEF["parity_steps"]
     _conforms(result)
 
 

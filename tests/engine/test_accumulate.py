@@ -15,7 +15,7 @@ from engine.rules import SpecError
 from engine.simulate import simulate
 from engine.spec import Spec
 from engine.timeline import Span
-from tests.engine.proof import finished, holds
+from tests.engine.proof import BRIEF, finished, holds
 
 SMALL = {"model": "mlp", "layers": 2, "hidden": 32, "global_batch": 32}
 ACCUMULATE = {"accumulate": 4}
@@ -178,7 +178,7 @@ def test_tensor_ranks_take_a_quarter_of_their_samples_at_a_time_and_sum_in_each_
 )
 def test_ranks_that_share_samples_accumulate_too(mode, settings, launcher, runs_dir):
     model = {"model": "gpt", "layers": 2, "hidden": 32, "heads": 2, "context": 16, "global_batch": 16}
-    spec = Spec(mode=mode, **settings, **model, accumulate=2, steps=4, device="cpu")
+    spec = Spec(mode=mode, **settings, **model, accumulate=2, **BRIEF)
     holds(finished(spec, launcher, runs_dir))
 
 
@@ -209,7 +209,7 @@ STAGES = {"microbatches": 2, "pp": 2, "devices": 4}
 def test_stages_and_experts_accumulate_too(mode, settings, launcher, runs_dir):
     """torchtitan#1733: torch divides all gradients that are there by the number of microbatches after a schedule, also
     those of the micro-steps before (ratio 0.5 to 0.6)."""
-    spec = Spec(**{"mode": mode, "devices": 2, "accumulate": 2, "steps": 4, "device": "cpu"} | settings)
+    spec = Spec(**{"mode": mode, "devices": 2, "accumulate": 2} | BRIEF | settings)
     result = finished(spec, launcher, runs_dir)
     holds(result)
     assert result["parity"]["grad_max_rel_diff"] < 1e-5

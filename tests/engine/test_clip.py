@@ -9,7 +9,7 @@ from engine.job import prepare
 from engine.modes import MODES
 from engine.settings import MODE_SETTINGS
 from engine.spec import Spec
-from tests.engine.proof import finished, holds
+from tests.engine.proof import BRIEF, finished, holds
 
 SMALL = {"model": "mlp", "layers": 2, "hidden": 32, "global_batch": 16}
 TEXT = {"model": "gpt", "layers": 2, "hidden": 32, "heads": 2, "context": 16, "global_batch": 16}
@@ -79,11 +79,11 @@ def test_without_it_nothing_is_planned():
 )
 def test_the_norm_is_that_of_all_gradients_together(mode, devices, settings, launcher, runs_dir):
     """The limit is far below the norms, so that what is updated is what was clipped."""
-    spec = Spec(mode=mode, devices=devices, **settings, clip=0.1, steps=4, device="cpu")
+    spec = Spec(mode=mode, devices=devices, **settings, clip=0.1, **BRIEF)
     result = finished(spec, launcher, runs_dir)
     holds(result)
     assert result["parity"]["norm_max_rel_diff"] < 1e-5
-    assert len(result["grad_norms"]) == 4 and min(result["grad_norms"]) > 0.1
+    assert len(result["grad_norms"]) == BRIEF["steps"] and min(result["grad_norms"]) > 0.1
 
 
 @pytest.mark.real

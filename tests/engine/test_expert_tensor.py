@@ -16,8 +16,8 @@ from engine.notation import format_plan, parse_plan
 from engine.plan import Plan
 from engine.spec import Spec
 from engine.timeline import Timeline
-from tests.engine.proof import finished, holds
-from tests.engine.test_hybrid import CONTEXT, HIDDEN, MOE, SEQUENCES, SHORT, SMALL, job_of, spec_of
+from tests.engine.proof import BRIEF, finished, holds
+from tests.engine.test_hybrid import CONTEXT, FOUR, HIDDEN, MOE, SEQUENCES, SHORT, SMALL, job_of, spec_of
 
 EXPERTS, TOP_K, BLOCKS = 8, 2, 2
 TOKENS = 16 * CONTEXT  # of a step, on all ranks together
@@ -147,7 +147,7 @@ def test_pytorch_would_do_the_same_with_experts_on_many_ranks(degrees, rank, set
     ],
 )
 def test_experts_that_tensor_ranks_share_equal_those_of_one_device(degrees, settings, launcher, runs_dir):
-    result = finished(spec_of(degrees, **(MOE | settings), **SHORT), launcher, runs_dir)
+    result = finished(spec_of(degrees, **(FOUR | settings), **BRIEF), launcher, runs_dir)
     holds(result)
     if "clip" in settings:
         assert result["parity"]["norm_max_rel_diff"] < 1e-5
@@ -158,13 +158,13 @@ def test_experts_that_tensor_ranks_share_equal_those_of_one_device(degrees, sett
 @pytest.mark.real
 @pytest.mark.parametrize(("mode", "settings"), [("tensor", {}), ("sequence", {"recompute": "full"}), ("context", {})])
 def test_modes_of_one_axis_have_experts_too(mode, settings, launcher, runs_dir):
-    holds(finished(Spec(mode=mode, devices=2, **(SMALL | MOE | settings), **SHORT), launcher, runs_dir))
+    holds(finished(Spec(mode=mode, devices=2, **(SMALL | MOE | settings), **BRIEF), launcher, runs_dir))
 
 
 @pytest.mark.real
 def test_an_expert_without_a_token_has_a_part_of_no_gradient_on_every_tensor_rank(launcher, runs_dir):
     few = {"context": 2, "global_batch": 4, "top_k": 1, "layers": 3}  # 8 tokens for 8 experts
-    result = finished(spec_of({"tp": 2, "ep": 2}, **(MOE | few), **SHORT), launcher, runs_dir)
+    result = finished(spec_of({"tp": 2, "ep": 2}, **(MOE | few), **BRIEF), launcher, runs_dir)
     holds(result)
     assert all(0 in counts for counts in result["expert_tokens"]["last"].values())
 

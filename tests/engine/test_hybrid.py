@@ -28,6 +28,7 @@ SUMS = {"embed": 1, "head": 4}  # all-reduces over tp, there and back; a block h
 AXES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
 SEQUENCES = {"sequence_parallel": True}
 MOE = {"model": "moe", "experts": 8, "top_k": 2}
+FOUR = MOE | {"experts": 4}  # what two ranks of `ep` have several of, each
 
 
 def spec_of(degrees: dict[str, int], **settings) -> Spec:

@@ -12,10 +12,9 @@ from engine.job import prepare
 from engine.masked import LEFT_OUT, left_out, means
 from engine.rules import SpecError
 from engine.spec import Spec
-from tests.engine.proof import finished, holds
+from tests.engine.proof import BRIEF, finished, holds
 
 TEXT = {"model": "gpt", "layers": 2, "hidden": 32, "heads": 2, "context": 16, "global_batch": 16, "masked": 0.5}
-SHORT = {"steps": 4, "device": "cpu"}
 
 
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.8])
@@ -86,7 +85,7 @@ def test_it_does_not_apply_where_nothing_is_averaged_or_there_is_no_text():
     ids=lambda settings: f"{settings['mode']}-{settings['devices']}",
 )
 def test_every_mode_weighs_targets_as_one_device_does(settings, launcher, runs_dir):
-    result = finished(Spec(**(TEXT | settings), **SHORT), launcher, runs_dir)
+    result = finished(Spec(**(TEXT | settings), **BRIEF), launcher, runs_dir)
     holds(result)
     told = result["targets"]
     assert told["over_targets"] == pytest.approx(result["losses"][-1], rel=1e-5)
@@ -97,7 +96,7 @@ def test_every_mode_weighs_targets_as_one_device_does(settings, launcher, runs_d
 @pytest.mark.real
 def test_the_mean_of_a_rank_s_own_targets_is_another_training(launcher, runs_dir, capsys):
     """The negative control: one rank of two divides by its own number. And both means are told."""
-    result = finished(Spec(mode="ddp", devices=2, fault="mean@1:0", **TEXT, **SHORT), launcher, runs_dir)
+    result = finished(Spec(mode="ddp", devices=2, fault="mean@1:0", **TEXT, **BRIEF), launcher, runs_dir)
     parity = result["parity"]
     assert parity["ok"] is False and "loss_max_abs_diff" in parity["reason"] and "grad_max_rel_diff" in parity["reason"]
     assert result["conformance"]["ok"]

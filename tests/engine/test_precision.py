@@ -11,7 +11,7 @@ from engine.modes import MODES
 from engine.predict import predict
 from engine.shapes import FP32
 from engine.spec import Spec
-from tests.engine.proof import finished, holds
+from tests.engine.proof import BRIEF, finished, holds
 
 SMALL = {"model": "mlp", "layers": 2, "hidden": 32, "global_batch": 16}
 TEXT = {"model": "gpt", "layers": 2, "hidden": 32, "heads": 2, "context": 16, "global_batch": 16}
@@ -118,7 +118,7 @@ def test_an_expert_s_gradient_is_held_against_those_of_its_block():
     ],
 )
 def test_real_runs_in_bf16_equal_one_device_in_bf16(mode, settings, launcher, runs_dir):
-    spec = Spec(mode=mode, devices=2, **settings, precision="bf16", steps=4, device="cpu")
+    spec = Spec(mode=mode, devices=2, **settings, precision="bf16", **BRIEF)
     holds(finished(spec, launcher, runs_dir))
 
 
@@ -138,7 +138,7 @@ def test_real_runs_in_bf16_equal_one_device_in_bf16(mode, settings, launcher, ru
 )
 def test_a_mesh_in_bf16_equals_one_device_in_bf16(degrees, launcher, runs_dir):
     model = ROUTED if "ep" in degrees else TEXT
-    spec = Spec(mode="hybrid", devices=4, **model, **degrees, precision="bf16", steps=4, device="cpu")
+    spec = Spec(mode="hybrid", devices=4, **model, **degrees, precision="bf16", **BRIEF)
     holds(finished(spec, launcher, runs_dir))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.spec import Spec
-from tests.engine.proof import finished, holds
+from tests.engine.proof import BRIEF, finished, holds
 from tests.engine.test_recompute import EXPERTS, TEXT
 
 
@@ -27,7 +27,7 @@ from tests.engine.test_recompute import EXPERTS, TEXT
 def test_experts_on_other_ranks_compute_again_what_they_were_sent(mode, devices, settings, launcher, runs_dir):
     """As many as their routers counted, once a pass: else the second micro-step would be planned with the first's."""
     sizes = TEXT | EXPERTS | {"recompute": "full"} | settings
-    spec = Spec(mode=mode, devices=devices, **sizes, steps=4, device="cpu")
+    spec = Spec(mode=mode, devices=devices, **sizes, **BRIEF)
     holds(finished(spec, launcher, runs_dir))
 
 
@@ -45,11 +45,12 @@ def test_experts_on_other_ranks_compute_again_what_they_were_sent(mode, devices,
     ],
 )
 def test_real_runs_recompute_what_was_planned_and_come_to_the_same(mode, settings, launcher, runs_dir):
-    result = finished(Spec(mode=mode, devices=2, **settings, steps=4, device="cpu"), launcher, runs_dir)
+    result = finished(Spec(mode=mode, devices=2, **settings, **BRIEF), launcher, runs_dir)
     holds(result)
     assert result["parity"]["grad_max_rel_diff"] < 1e-5
 
 
+WEIGHED = BRIEF | {"steps": 2}  # the steps in which memory is measured come after these
 PIPELINE = {"mode": "pipeline", "microbatches": 4}
 
 
@@ -83,7 +84,7 @@ PIPELINE = {"mode": "pipeline", "microbatches": 4}
 )
 def test_what_a_real_run_computes_again_it_does_not_keep(devices, settings, launcher, runs_dir):
     """Collectives of the ranks that share a layer included, and bytes to 1 %."""
-    spec = Spec(**TEXT | {"devices": devices} | settings, steps=4, device="cpu")
+    spec = Spec(**TEXT | {"devices": devices} | settings, **WEIGHED)
     result = finished(spec, launcher, runs_dir, measure_memory=True)
     holds(result)
     memory = result["memory"]
@@ -110,7 +111,7 @@ STAGES_OF_TENSORS = {"mode": "hybrid", "devices": 4, "pp": 2, "tp": 2}
 )
 def test_stages_that_go_back_in_halves_keep_what_was_computed_again_until_the_second(settings, launcher, runs_dir):
     """To the byte but for the places of messages and the losses."""
-    spec = Spec(**{"devices": 2} | TEXT | IN_HALVES | settings, steps=4, device="cpu")
+    spec = Spec(**{"devices": 2} | TEXT | IN_HALVES | settings, **WEIGHED)
     result = finished(spec, launcher, runs_dir, measure_memory=True)
     holds(result)
     for plan, real in zip(*(result["memory"][k] for k in ("planned", "measured")), strict=True):
@@ -124,5 +125,5 @@ def test_stages_that_go_back_in_halves_keep_what_was_computed_again_until_the_se
 )
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_layers_are_computed_again_on_a_mesh(recompute, degrees, launcher, runs_dir):
-    spec = Spec(mode="hybrid", devices=4, **TEXT, **degrees, recompute=recompute, steps=4, device="cpu")
+    spec = Spec(mode="hybrid", devices=4, **TEXT, **degrees, recompute=recompute, **BRIEF)
     holds(finished(spec, launcher, runs_dir))
