@@ -1,17 +1,19 @@
 """The same training, recorded by Lockstep and written by hand, in turn -> the ratio of their step times.
 
     python -m bench.handwritten                       # ddp, fsdp, tensor and pipeline: a gpt on 2 ranks
-    python -m bench.handwritten --modes ddp fsdp --rounds 3 --steps 60
+    python -m bench.handwritten --modes ddp fsdp --seconds 90
 
 The programs by hand are what a PyTorch user writes: of Lockstep they have the layers and the batches, and nothing
 else; no recorder, no marks, no plan. Both are forked from a process that has the same modules imported and its objects
 frozen, with as many threads, which wait alike, and the losses of both must be the same, or there is nothing to compare.
-They take turns (`bench/turns.py`). Prints one JSON object a mode; each round has new processes.
+They take turns (`bench/turns.py`), a second training by hand with them: `null` is that of the two by hand. Prints one
+JSON object a mode, of as many rounds as fit into the seconds for it; each round has new processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib
 import json
@@ -25,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.turns import WARMUP, Ranks, Steps, alternate, compared, recorded
+from bench.turns import WARMUP, Ranks, Steps, alternate, compared, launcher, recorded
 from engine.job import Job, prepare
 from engine.launch import FORKING, WAITING, Launcher
 from engine.real.launcher import PRELOAD, fork
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 MODES = ("ddp", "fsdp", "tensor", "pipeline")
 RANKS = 2
+AT_ONCE = 3  # trainings that take turns: one recorded, two by hand
 
 
 # --- the programs ---------------------------------------------------------------------------------------------------
@@ -168,7 +171,8 @@ def train(job: Job, rank: int, folder: Path) -> None:
         optimizer.zero_grad()
         loss = make_gradients(*batches(step))
         optimizer.step()
-        rows.append({"start": begin / 1e9, "end": time.time_ns() / 1e9, "loss": loss})
+        end = time.time_ns()
+        rows.append({"start": begin / 1e9, "end": end / 1e9, "loss": loss, "cpu": time.process_time()})
     (folder / f"rank{rank}.json").write_text(json.dumps(rows))
 
 
@@ -204,38 +208,40 @@ def losses(ranks: Steps) -> list[float]:
     return found
 
 
-def compare(mode: str, rounds: int, steps: int, launcher: Launcher) -> dict:
+def compare(mode: str, seconds: float, steps: int, warm: Launcher) -> dict:
     cut = {"schedule": "1f1b", "microbatches": 4} if mode == "pipeline" else {}
     spec = Spec(
         mode=mode, devices=RANKS, model="gpt", layers=4, hidden=128, heads=4, context=64, global_batch=16,
         steps=steps + WARMUP, parity_steps=0, measure_memory=False, device="cpu", **cut,
     )  # fmt: skip
-    job, turns, apart = prepare(spec), [], 0.0
-    for _ in range(rounds):
-        with tempfile.TemporaryDirectory() as runs_dir, tempfile.TemporaryDirectory() as folder:
-            found, both = alternate(lambda: recorded(spec, launcher, runs_dir), lambda: by_hand(job, Path(folder)))
-        turns.append(found)
-        apart = max(apart, *(abs(a - b) for a, b in zip(*map(losses, both), strict=True)))
+    job, found, apart, began = prepare(spec), [], 0.0, time.monotonic()
+    while not found or time.monotonic() - began < seconds:
+        with contextlib.ExitStack() as stack:
+            runs_dir, *folders = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(AT_ONCE)]
+            hands = [partial(by_hand, job, Path(folder)) for folder in folders]
+            found.append(alternate(partial(recorded, spec, warm, runs_dir), *hands))
+        recorded_losses, *others = map(losses, found[-1].steps)
+        apart = max(apart, *(abs(a - b) for other in others for a, b in zip(recorded_losses, other, strict=True)))
     if apart > 1e-3:
         raise RuntimeError(f"{mode}: the losses are {apart} apart, so these are not the same training")
-    return {"mode": mode, **compared(turns), "losses_apart": apart}
+    return {"mode": mode, **compared(found), "null": compared(found, 2, 1), "losses_apart": apart}
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    arguments.add_argument("--rounds", type=int, default=4)
-    arguments.add_argument("--steps", type=int, default=60)
+    arguments.add_argument("--seconds", type=float, default=180.0, help="for each mode")
+    arguments.add_argument("--steps", type=int, default=20)
     given = arguments.parse_args()
     os.environ.update(FORKING | WAITING)  # as the launcher's process has them, before torch is imported
     for module in PRELOAD:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
-    with Launcher() as launcher:
-        launcher.warm()
+    with launcher(AT_ONCE) as warm:
+        warm.warm()
         for mode in given.modes:
-            print(json.dumps(compare(mode, given.rounds, given.steps, launcher)), flush=True)
+            print(json.dumps(compare(mode, given.seconds, given.steps, warm)), flush=True)
 
 
 if __name__ == "__main__":

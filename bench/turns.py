@@ -1,9 +1,13 @@
-"""Two trainings that go on at once, one stopped while the other runs -> the ratio of their step times, and its spread.
+"""Trainings that go on at once, all but one stopped at any time -> the ratio of their step times, and its spread.
 
-How fast a machine is changes from minute to minute, and by more than what is measured here; so the two take turns of
-less than a second, in which a signal stops the other one's processes, and both are measured in all that it does. A
-step lasts from the end of the one before it to its own end, on the last rank: what is done between two steps counts. So
-a step during which its process was stopped is in no turn.
+How fast a machine is changes from minute to minute, and by more than what is measured here; so they take turns of less
+than a second, in which a signal stops the others' processes, and are measured in all that they do. A step lasts from
+the end of the one before it to its own end, on the last rank: what is done between two steps counts. So a step during
+which its process was stopped is in no turn.
+
+Two processes that run the same program differ too, by some percent for as long as they live (by where their memory
+lies, for one). So there are many rounds of short trainings, each with new processes; the interval is of rounds drawn
+again, and of turns within them; and the same program against itself shows what such a number is worth.
 """
 
 from __future__ import annotations
@@ -17,19 +21,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, median
-from typing import NamedTuple
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 from engine.archive import read_status, read_steps
 from engine.launch import Launcher, start
 from engine.spec import Spec
 
-TURN = 0.5  # seconds
+TURN = 0.75  # seconds
 WARMUP = 4  # steps at the start of a run that are not counted
 RESAMPLED = 1000  # times, for the interval
+FEWEST = 5  # rounds: drawn from fewer, an interval would be narrower than what chance does
 STARTING = 30.0  # seconds at most until a launcher has forked its workers
+AT_ONCE = "LOCKSTEP_BENCH_AT_ONCE"  # read by bench/stopped.py: how many trainings take turns
 
-Steps = list[list[dict]]  # of each rank: start, end (unix seconds) and loss of each step
+Steps = list[list[dict]]  # of each rank: start, end (unix seconds), loss and CPU seconds (of the process) of each step
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +52,18 @@ class Ranks:
                 os.kill(pid, number)
 
 
-class Turn(NamedTuple):
-    one: list[float]  # seconds of each step
-    other: list[float]
+class Round(NamedTuple):
+    """Of each training, in order of their beginning."""
+
+    turns: list[tuple[list[float], ...]]  # seconds of the steps in a turn of each
+    cpu: tuple[float, ...]  # CPU seconds of a step, all ranks together
+    steps: tuple[Steps, ...]
+
+
+def launcher(at_once: int) -> Launcher:
+    """For runs of which so many take turns."""
+    os.environ[AT_ONCE] = str(at_once)
+    return Launcher(("--worker", "bench.stopped:work"))
 
 
 def recorded(spec: Spec, launcher: Launcher, runs_dir: str | Path) -> Ranks:
@@ -70,12 +85,12 @@ def recorded(spec: Spec, launcher: Launcher, runs_dir: str | Path) -> Ranks:
     return Ranks(pids, lambda: read_status(handle.run_dir)["state"] not in ("starting", "running"), result)
 
 
-def alternate(one: Callable[[], Ranks], other: Callable[[], Ranks]) -> tuple[list[Turn], tuple[Steps, Steps]]:
-    """Start both and let them take turns until one is done, which they are to be at about the same time."""
+def alternate(*begins: Callable[[], Ranks]) -> Round:
+    """Start all and let them take turns until one is done, which they are to be at about the same time."""
     ranks: list[Ranks] = []
-    turns: list[list[tuple[float, float]]] = [[], []]
+    turns: list[list[tuple[float, float]]] = [[] for _ in begins]
     try:
-        for begin in (one, other):
+        for begin in begins:
             ranks.append(begin())
             ranks[-1].signal(signal.SIGSTOP)
         while not any(each.ended() for each in ranks):
@@ -93,7 +108,7 @@ def alternate(one: Callable[[], Ranks], other: Callable[[], Ranks]) -> tuple[lis
             each.signal(signal.SIGKILL)
         raise
     seconds = [[_within(turn, each) for turn in its] for its, each in zip(turns, steps, strict=True)]
-    return [Turn(a, b) for a, b in zip(*seconds, strict=True) if a and b], steps
+    return Round([turn for turn in zip(*seconds, strict=True) if all(turn)], tuple(map(_cpu, steps)), steps)
 
 
 def _within(turn: tuple[float, float], ranks: Steps) -> list[float]:
@@ -102,30 +117,57 @@ def _within(turn: tuple[float, float], ranks: Steps) -> list[float]:
     return [b - a for a, b in itertools.pairwise(ends)]
 
 
-def compared(rounds: list[list[Turn]]) -> dict:
-    """`ratio`: of the medians of all steps, with the interval in which 95 % of such ratios are of as many pairs of
-    turns, drawn again from these. `ratio_of_sums`: of the mean seconds a step, where seldom and long ones count too."""
-    turns, drawn = [turn for each in rounds for turn in each], random.Random(0)
-    again = sorted(_ratio(drawn.choices(turns, k=len(turns))) for _ in range(RESAMPLED))
-    one, other = _pooled(turns)
+def _cpu(ranks: Steps) -> float:
+    counted = [[row["cpu"] for row in rank][WARMUP - 1 :] for rank in ranks]
+    return sum((rank[-1] - rank[0]) / (len(rank) - 1) for rank in counted)
+
+
+def compared(rounds: list[Round], one: int = 0, other: int = 1) -> dict:
+    """Of the training that began as number `one`, relative to number `other`, each with the interval in which 95 % of
+    such numbers are when rounds, and turns within them, are drawn again from these; null where rounds are few.
+
+    `ratio`: of the median steps of two turns, one after the other; of all such pairs the median. `ratio_of_sums`: of
+    the mean seconds of a step, where seldom and long ones count too. `ratio_of_cpu`: of the CPU seconds of a step, all
+    ranks together, which others on the machine change less.
+    """
+    rounds = [each for each in rounds if each.turns]
+    drawn = random.Random(0)
+
+    def again() -> list[Round]:
+        picked = drawn.choices(rounds, k=len(rounds))
+        return [each._replace(turns=drawn.choices(each.turns, k=len(each.turns))) for each in picked]
+
+    resampled = [again() for _ in range(RESAMPLED)]
+    found: dict[str, Any] = {}
+    for name, ratio in {"ratio": _of_pairs, "ratio_of_sums": _of_sums, "ratio_of_cpu": _of_cpu}.items():
+        found[name], found[f"{name}_95_percent"] = _short(ratio(rounds, one, other)), None
+        if len(rounds) >= FEWEST:
+            spread = sorted(ratio(each, one, other) for each in resampled)
+            found[f"{name}_95_percent"] = [_short(spread[int(RESAMPLED * share)]) for share in (0.025, 0.975)]
+    steps = [[seconds for each in rounds for turn in each.turns for seconds in turn[way]] for way in (one, other)]
     return {
-        "ratio": _short(_ratio(turns)),
-        "interval_of_95_percent": [_short(again[int(RESAMPLED * share)]) for share in (0.025, 0.975)],
-        "ratio_of_each_round": [_short(_ratio(each)) for each in rounds if each],
-        "ratio_of_sums": _short(mean(one) / mean(other)),
-        "step_times": [_short(median(one)), _short(median(other))],
-        "pairs_of_turns": len(turns),
-        "steps": [len(one), len(other)],
+        **found,
+        "step_times": [_short(median(each)) for each in steps],
+        "steps": [*map(len, steps)],
+        "pairs_of_turns": sum(len(each.turns) for each in rounds),
+        "rounds": len(rounds),
     }
 
 
-def _pooled(turns: list[Turn]) -> tuple[list[float], ...]:
-    return tuple([seconds for turn in turns for seconds in turn[way]] for way in (0, 1))
+def _of_pairs(rounds: list[Round], one: int, other: int) -> float:
+    return median(median(turn[one]) / median(turn[other]) for each in rounds for turn in each.turns)
 
 
-def _ratio(turns: list[Turn]) -> float:
-    one, other = _pooled(turns)
-    return median(one) / median(other)
+def _of_sums(rounds: list[Round], one: int, other: int) -> float:
+    return _mean(rounds, one) / _mean(rounds, other)
+
+
+def _mean(rounds: list[Round], way: int) -> float:
+    return fmean(seconds for each in rounds for turn in each.turns for seconds in turn[way])
+
+
+def _of_cpu(rounds: list[Round], one: int, other: int) -> float:
+    return sum(each.cpu[one] for each in rounds) / sum(each.cpu[other] for each in rounds)
 
 
 def _short(value: float) -> float:
