@@ -171,7 +171,7 @@ class Measuring:
             "device": "cpu",
             "origin": time.time_ns(),
             "jobs": jobs,
-            "budget": self.effort.budget,
+            "budget": 5 * self.effort.budget,
             **more,
         }
         return Part(name, processes, asked, len(jobs))

@@ -235,9 +235,12 @@ def of_calls(marks: list[tuple[int, int]], events: list) -> list[list[tuple[int,
 
 def trainings(asked: dict, folder: Path, device: torch.device, rank: int, world_size: int) -> tuple[dict, list]:
     """A few steps of each job, in a folder of its own as that of a run. What has process groups is kept. Found: how
-    fast this machine was in between, once both sizes of a job were trained."""
-    probe, probed = speed.Probe(folder, rank), []
+    fast this machine was before the first and after the last of them."""
+    probe = speed.Probe(folder, rank)
     kept: list = [probe]
+    if world_size > 1:
+        dist.barrier()
+    before = probe.step_seconds(asked["budget"])
     origin = asked["origin"]
     for i, values in enumerate(asked["jobs"]):
         job = prepare(Spec.from_dict(values))
@@ -257,7 +260,5 @@ def trainings(asked: dict, folder: Path, device: torch.device, rank: int, world_
             kept.append(training)
         if world_size > 1:
             dist.barrier()
-        if i % 2:
-            probed.append(probe.step_seconds(asked["budget"]))
         told(folder, rank)
-    return {"step_seconds": probed}, kept
+    return {"step_seconds": [before, probe.step_seconds(asked["budget"])]}, kept
