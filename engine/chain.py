@@ -97,7 +97,10 @@ def backward(
         work = {"flops": 2 * layer.flops * samples, "kernels": kernels.backward(layer.kernels, samples)}
         work["scratch"] = layer.beside * samples + layer.beside_once
         op = Op(kind="backward", part=layer.name, bytes=traffic, **work, **where)
-        ops.append(dataclasses.replace(halves(op)[0], kind=op.kind) if layer.frozen else op)
+        if layer.frozen:  # attention has no weights: all of its backward is for the input
+            flops = (layer.flops + int(kernels.attention_flops(layer.kernels))) * samples
+            op = dataclasses.replace(halves(op)[0], kind=op.kind, flops=flops)
+        ops.append(op)
     return ops
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from engine.schedules.rules import SENTENCES
 
+UNSET = "not set"
+
 
 class SpecError(ValueError):
     """A wrong setting: the rule, the value, and the nearest values that work.
@@ -46,6 +48,8 @@ class SpecError(ValueError):
 
 
 def _show(value: Any) -> str:
+    if value is None:
+        return UNSET
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 120 else text[:117] + "..."
 

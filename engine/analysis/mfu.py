@@ -14,26 +14,27 @@ from typing import Any
 
 import numpy as np
 
-from engine.cost.kernels import ATTENTION
+from engine.cost.kernels import attention_flops
 from engine.cost.machine import Machine
 from engine.matching import Graph
 from engine.shapes import Layer
 
-PASSES = 3  # forward, and backward, which counts twice
+FORWARD, BACKWARD = 1, 2
 COUNTED = ("forward", "backward", "backward_input", "backward_weight", "recompute")
 MFU_FORMULA = "MFU = FLOPs of the model's forward and backward pass / (step time × devices × peak FLOP/s)"
 
 
-def attention_flops(layer: Layer) -> float:
-    """Of its forward pass of one sample, those of products of tokens with tokens, over the full square."""
-    core = (kernel for kernel in layer.kernels if kernel.m and not kernel.weight)  # no parameter is in them
-    return sum((4 if k.kind == ATTENTION else 2) * k.batch * k.m * k.n * k.k for k in core)
-
-
 def model_flops(layers: Sequence[Layer], samples: int) -> tuple[float, float]:
-    """(attention over the full square, over its causal half) of a step with so many samples."""
-    full = sum(layer.flops for layer in layers)
-    return PASSES * samples * full, PASSES * samples * (full - sum(map(attention_flops, layers)) / 2)
+    """(attention over the full square, over its causal half) of a step with so many samples. A frozen layer has no
+    gradients of weights, which are half of its backward but in attention; and no backward where nothing goes back."""
+    full = causal = 0.0
+    for layer in layers:
+        core = attention_flops(layer.kernels)
+        products = layer.flops - core
+        passes = FORWARD if layer.stops else FORWARD + BACKWARD
+        full += (passes - (layer.frozen and not layer.stops)) * products + passes * core
+        causal += passes * core / 2
+    return samples * full, samples * (full - causal)
 
 
 def planned_flops(graph: Graph) -> float:

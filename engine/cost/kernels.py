@@ -150,6 +150,12 @@ def halves(kernels: Kernels) -> tuple[Kernels, Kernels]:
     return tuple(k for k in kernels if not k.of_weight), tuple(k for k in kernels if k.of_weight)
 
 
+def attention_flops(kernels: Kernels) -> float:
+    """Of a forward pass those of products of tokens with tokens, over the full square: no parameter is in them."""
+    core = (kernel for kernel in kernels if kernel.m and not kernel.weight)
+    return sum((4 if k.kind == ATTENTION else 2) * k.batch * k.m * k.n * k.k for k in core)
+
+
 def operands(kernels: Kernels) -> int:
     """Bytes of what weights' gradients are made of: inputs of products, and gradients of their outputs. Of a block they
     are 32 of the 34 + 5 a s / h that its forward keeps of a number (Qi et al. 2024, table 1)."""

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.analysis.mfu import attention_flops, model_flops, planned_flops, utilisation
+from engine.analysis.mfu import model_flops, planned_flops, utilisation
+from engine.cost.kernels import attention_flops
 from engine.cost.machine import machine
 from engine.job import prepare
 from engine.predict import predict
@@ -30,7 +31,7 @@ def test_model_flops_are_those_of_the_published_formula(flash):
 
 def test_models_without_attention_have_one_mfu():
     job = prepare(Spec(mode="ddp", devices=2, model="cnn"))
-    assert sum(map(attention_flops, job.layers)) == 0
+    assert sum(attention_flops(layer.kernels) for layer in job.layers) == 0
     full, causal = model_flops(job.layers, 10)
     assert full == causal == 3 * 10 * sum(layer.flops for layer in job.layers)
 
@@ -79,3 +80,15 @@ def test_a_higher_peak_makes_it_a_smaller_part():
     double = replace(on, peak_flop_rate=2 * on.peak_flop_rate)
     one, two = (utilisation(job.layers, 8, 1.0, 1.0, 4, each)["full"] for each in (on, double))
     assert two == pytest.approx(one / 2)
+
+
+def test_frozen_layers_count_what_is_computed_of_them():
+    """Of 3 blocks the first has a forward pass alone, the second all, the third no gradients of its matrices, of 12 h^2
+    numbers; attention has no weights: as the plan does."""
+    frozen = GPT.with_(freeze="embed,block1,block3")
+    found, whole = (predict(spec).summary()["mfu"] for spec in (frozen, GPT))
+    assert found["planned_flops"] == found["model_flops"]
+    tokens, attention = frozen.global_batch * 128, frozen.global_batch * 4 * 128 * 128 * 64
+    matrices = 2 * tokens * 12 * 64 * 64
+    assert whole["model_flops"] - found["model_flops"] == 2 * (matrices + attention) + matrices
+    assert whole["causal_model_flops"] - found["causal_model_flops"] == 2 * (matrices + attention / 2) + matrices

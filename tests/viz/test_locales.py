@@ -189,3 +189,9 @@ def test_every_reason_for_a_wrong_prediction_is_said_with_the_same_values(langua
         code: [blanks(s) for s in both] for code, both in REASONS.items()
     }
     assert all(chinese(sentence) for both in told.values() for sentence in both)
+
+
+def test_a_setting_without_a_value_is_said_to_be_not_set():
+    wrong = SpecError("resume_differs", "clip", None, run="r", saved=None)
+    assert str(wrong).endswith("there clip is not set; here it is not set.")
+    assert explain("zh", wrong).count("未设置") == 2

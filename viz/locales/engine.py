@@ -15,7 +15,7 @@ from engine import modes
 from engine.accuracy import REASONS
 from engine.analysis.words import name_of, object_of, sentence
 from engine.lessons import Lesson
-from engine.rules import SpecError
+from engine.rules import UNSET, SpecError
 from engine.spec import Spec
 from viz.locales import DEFAULT, Catalogue, read
 
@@ -43,8 +43,8 @@ def explain(language: str, error: SpecError) -> str:
     words = _words(language)
     phrases = {
         name: phrase(language, error.values[name])
-        for name in ("wanted", "to", "reason", "missing")
-        if name in error.values
+        for name, value in error.values.items()
+        if name in ("wanted", "to", "reason", "missing") or value == UNSET
     }
     sentence = words["rules"][error.code].format_map(error.values | phrases)
     return sentence + (words["try"].format(suggest=error.values["suggest"]) if error.suggest else "")
