@@ -131,6 +131,10 @@ def compared(rounds: list[Round], one: int = 0, other: int = 1) -> dict:
     ranks together, which others on the machine change less.
     """
     rounds = [each for each in rounds if each.turns]
+    if not rounds:
+        raise ValueError(
+            f"in no round had each training a turn of {TURN} s with two whole steps: make runs of more steps"
+        )
     drawn = random.Random(0)
 
     def again() -> list[Round]:

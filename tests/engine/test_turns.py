@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from bench.turns import FEWEST, WARMUP, Round, _cpu, _within, compared
 
 
@@ -44,6 +46,11 @@ def test_a_few_rounds_give_a_ratio_and_no_interval():
     few, enough = (compared(rounds(1.1, rounds=number)) for number in (FEWEST - 1, FEWEST))
     assert few["ratio"] > 1.0 and few["ratio_95_percent"] is None
     assert enough["ratio_95_percent"] is not None
+
+
+def test_rounds_without_a_turn_of_each_are_refused_and_told_what_would_do():
+    with pytest.raises(ValueError, match="more steps"):
+        compared([Round([], (0.05, 0.05), ())])
 
 
 def test_a_step_counts_from_the_last_ranks_end_to_its_next_one_if_both_are_in_the_turn():
