@@ -100,8 +100,9 @@ def _nothing(report: dict[str, Any]) -> str:
     smallest = (
         f" The smallest of those that were planned needs {size(report['smallest'])}." if report["smallest"] else ""
     )
+    so_far = "" if report["finished"] else " so far"
     why = [f"in {number:,} {TOO_LARGE[name]}" for name, number in sorted(report["too_large"].items())]
-    return f"None fits into {size(report['capacity'])}: {', '.join(why)}.{smallest}"
+    return f"None{so_far} fits into {size(report['capacity'])}: {', '.join(why)}.{smallest}"
 
 
 def _tied(report: dict[str, Any]) -> str:

@@ -10,8 +10,9 @@ simulator. They hold because of what is left out:
   FLOPs / rate + the ideal bubble of Narayanan et al. 2021 (arXiv:2104.04473, section 2.2). Backwards in halves may end
   with what nobody waits for, so of these only the way there counts.
 - What reduces gradients after the last backward, and the optimizer, come after all that.
-- A rank holds its parameters, gradients and optimizer state, and of each microbatch that its schedule has in flight
-  what the layers of one of its stages keep. What is gathered, received or there while an op lasts is left out.
+- A rank holds its parameters, gradients and optimizer state, and what its layers keep of the microbatches that its
+  schedule has in flight. What is gathered, received or there while an op lasts is left out. Of a pipeline's ranks the
+  first is looked at, which in most orders has most in flight.
 
 Modes other than `hybrid`, machines whose devices do not compute by kernels (`local`, whose ranks share cores, and
 `unit`), ranks or links that are made slower, and orders that a person gave are not bounded: no such layout is cut.
@@ -51,6 +52,8 @@ from engine.shapes import Layer
 FIRST = Seat()  # of axes along which not all ranks do the same, the rank at 0
 BUCKETED = {"dp", "ep"}  # a mesh of experts and no other axes reduces gradients as DDP does, in buckets
 CHANGE = {"forward": 1, "backward": -1, "backward_input": -1}  # of microbatches in flight
+ALL_AT_ONCE = ("gpipe", "looped_bfs")  # every forward before any backward
+ROUNDS = 4  # of a schedule, after which a rank has had as many microbatches in flight as it ever has
 ROUNDED = 1  # bytes that a sum over layers may be above what is rounded once
 
 
@@ -102,13 +105,13 @@ class Travels(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """How many layers of each kind a rank has (`own`), each of its stages (`stages`) and each at least (`least`), and
-    are in stages before its first one (`before`). A row a rank."""
+    """How many layers of each kind a rank has (`own`), each of its stages at least (`least`), and are in stages before
+    its first one (`before`), a row a rank; and each stage of rank 0 (`first`)."""
 
     own: np.ndarray
     least: np.ndarray
     before: np.ndarray
-    stages: np.ndarray
+    first: np.ndarray
 
 
 class Bounds:
@@ -168,8 +171,7 @@ class Bounds:
             count = np.bincount(kinds) / job.spec.pp
             seconds, stays = float((way.pieces * both + there.update) @ count), int(there.bytes @ count)
             return Bound(seconds, stays + (int(work.kept @ count) if job.spec.master_weights else 0), stays)
-        placement = schedules.placement(way.schedule, job.spec.pp, way.stages_per_rank)
-        placed = _placed(kinds, way.split, tuple(placement))
+        placed = _placed(kinds, way.split, way.schedule, job.spec.pp, way.stages_per_rank)
         passes = placed.before @ work.forward + way.pieces * placed.own @ both
         # In one stage gradients are reduced after all else; of several, at least those of the one that ends last.
         last = placed.own if way.schedule in ONE_STAGE else placed.least
@@ -178,15 +180,11 @@ class Bounds:
         output = 0.0
         if not job.spec.master_weights:  # what a stage puts out is counted elsewhere
             output = job.local_batch // way.pieces * max(layer.output_bytes for layer in job.layers[:-1])
-        flying = in_flight(way.schedule, job.spec.pp, way.pieces // job.microsteps, way.stages_per_rank)
-        kept = [
-            float((count @ np.maximum(0.0, own @ work.kept - output)).max())
-            for count, own in zip(flying, placed.stages, strict=True)
-        ]
+        numbers = (job.spec.pp, way.pieces // job.microsteps, way.stages_per_rank)
+        kept = (in_flight(way.schedule, *numbers) @ np.maximum(0.0, placed.first @ work.kept - output)).max()
         stays = placed.own @ there.bytes
-        return Bound(
-            float((passes + np.maximum(ends, back)).max()), int((stays + np.array(kept)).max()), int(stays.max())
-        )
+        fullest = max(stays.max(), stays[0] + kept)
+        return Bound(float((passes + np.maximum(ends, back)).max()), int(fullest), int(stays.max()))
 
     def _kinds_of(self, job: Job) -> tuple[int, ...]:
         """Jobs on many meshes have the same layers."""
@@ -293,23 +291,27 @@ def _one_of_each(job: Job) -> Job:
 
 
 @functools.lru_cache(maxsize=4096)
-def _placed(kinds: tuple[int, ...], split: tuple[int, ...], placement: tuple[tuple[int, ...], ...]) -> Placed:
+def _placed(kinds: tuple[int, ...], split: tuple[int, ...], schedule: str, ranks: int, stages_per_rank: int) -> Placed:
     number, ends = max(kinds) + 1, np.cumsum(split)[:-1]
     stages = np.stack([np.bincount(part, minlength=number) for part in np.split(np.array(kinds), ends)])
     ahead = np.cumsum(stages, axis=0) - stages
+    placement = schedules.placement(schedule, ranks, stages_per_rank)
     each = [(stages[list(own)], ahead[min(own)]) for own in placement]
-    rows = [(own.sum(axis=0), own.min(axis=0), before, own) for own, before in each]
-    return Placed(*map(np.stack, zip(*rows, strict=True)))
+    rows = [(own.sum(axis=0), own.min(axis=0), before) for own, before in each]
+    return Placed(*map(np.stack, zip(*rows, strict=True)), each[0][0])
 
 
 @functools.lru_cache(maxsize=4096)
-def in_flight(schedule: str, ranks: int, microbatches: int, stages_per_rank: int) -> tuple[np.ndarray, ...]:
-    """Of each rank, how many microbatches are between a forward and its backward in each of its stages: a row for each
-    time at which that differs."""
-    found, placement = [], schedules.placement(schedule, ranks, stages_per_rank)
-    for own, row in zip(placement, schedules.order(schedule, ranks, microbatches, stages_per_rank), strict=True):
-        changes, place = np.zeros((len(row), len(own)), dtype=np.int32), {stage: i for i, stage in enumerate(own)}
-        for i, (kind, stage, *_) in enumerate(row):
-            changes[i, place[stage]] = CHANGE.get(kind, 0)
-        found.append(np.unique(changes.cumsum(axis=0), axis=0))
-    return tuple(found)
+def in_flight(schedule: str, ranks: int, microbatches: int, stages_per_rank: int) -> np.ndarray:
+    """How many microbatches are between a forward and its backward in each stage of rank 0: a row for each time at
+    which that differs."""
+    if schedule in ALL_AT_ONCE:
+        return np.full((1, stages_per_rank), microbatches)
+    if microbatches % ranks == 0:  # rounds of one size, all alike from the first few on
+        microbatches = min(microbatches, ROUNDS * ranks)
+    own = schedules.placement(schedule, ranks, stages_per_rank)[0]
+    row = schedules.order(schedule, ranks, microbatches, stages_per_rank)[0]
+    changes, place = np.zeros((len(row), len(own)), dtype=np.int32), {stage: i for i, stage in enumerate(own)}
+    for i, (kind, stage, *_) in enumerate(row):
+        changes[i, place[stage]] = CHANGE.get(kind, 0)
+    return np.unique(changes.cumsum(axis=0), axis=0)

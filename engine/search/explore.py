@@ -38,7 +38,7 @@ from engine.spec import Spec
 MODEL, ACTIVATIONS = "model", "activations"  # what is too large: what stays, or what is kept beside it
 CLOSE = 0.01  # of a step: who may be faster by less is not looked for, since predictions are several times further off
 TOP = 10  # meshes whose fastest layouts are sought
-Mesh = tuple[Any, ...]  # its mode and degrees
+Mesh = tuple[Any, ...]  # its mode and degrees; how many replicas there are, and not which of them share their layers
 
 
 class Layout(NamedTuple):
@@ -152,7 +152,7 @@ class Search:
             self._refuse(error)
             return []
         staged = space.is_staged(job.spec)
-        mesh = (job.spec.mode, *(job.degree(axis) for axis in space.AXES))
+        mesh = (job.spec.mode, job.replicas, *(job.degree(axis) for axis in ("pp", "cp", "ep", "tp")))
         orders = len(space.orders(self.spec, self.held, job.degree("pp"), len(job.layers))) if staged else 0
         again, *more = space.recomputations(self.spec, self.held, self.machine)
         pieces = tuple(space.pieces(self.spec, self.held, staged, job.local_batch))
