@@ -1,5 +1,5 @@
-"""The address -> a page: `streamlit run app.py` opens the lab, /runs the list of earlier runs, /traces who comes last
-in traces of somebody's own, /validated what predictions were held to.
+"""The address -> a page: `streamlit run app.py` opens the lab, /search the search for the fastest layout, /runs the
+list of earlier runs, /traces who comes last in traces of somebody's own, /validated what predictions were held to.
 
 `streamlit run app.py -- --runs-dir FOLDER` keeps the runs somewhere else. Streamlit imports this file once to serve it
 and runs it again for each view of a page.
@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from engine.archive import RUNS
 from viz import locales, pages
-from viz.pages import lab, runs, traces, validated
+from viz.pages import lab, runs, search, traces, validated
 from viz.pages.live import warm_launcher
 from viz.pages.state import read_language
 
@@ -45,14 +45,15 @@ def show() -> None:
     text = locales.text(read_language())
     # Pages have no icons: a browser would ask Google for them.
     lab_page = st.Page(lambda: lab.show(runs_dir), title=text("page.lab"), url_path="lab", default=True)
+    search_page = st.Page(lambda: search.show(lab_page), title=text("page.search"), url_path="search")
     runs_page = st.Page(lambda: runs.show(runs_dir, lab_page), title=text("page.runs"), url_path="runs")
     traces_page = st.Page(traces.show, title=text("page.traces"), url_path="traces")
     validated_page = st.Page(validated.show, title=text("page.validated"), url_path="validated")
-    st.navigation([lab_page, runs_page, traces_page, validated_page], position="top").run()
+    st.navigation([lab_page, search_page, runs_page, traces_page, validated_page], position="top").run()
 
 
 if __name__ == "__main__":
     show()
 else:
-    below = ("runs", "traces", "validated")
+    below = ("search", "runs", "traces", "validated")
     app = st.App(Path(__file__), routes=[Route(f"/{name}", page_below_root) for name in below])

@@ -1,0 +1,85 @@
+"""The page that searches for the fastest layout: without a browser what it tells, in one that it goes on and stops."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from engine.search import Search
+from engine.spec import Spec
+from tests.app.conftest import Tab
+from tests.app.reading import charts, words
+
+SECONDS = 60.0
+
+
+def page(language: str, choices: dict) -> None:
+    """The app, opened at this page."""
+    import streamlit as st
+
+    from viz.pages import search
+
+    st.query_params["lang"] = language
+    st.session_state["search-choices"] = choices
+    lab = st.Page(lambda: None, title="Lab", url_path="lab")
+    st.navigation([st.Page(lambda: search.show(lab), title="Search", url_path="search", default=True), lab]).run()
+
+
+def searched(language: str, **choices) -> AppTest:
+    app = AppTest.from_function(page, args=(language, choices), default_timeout=30).run()
+    assert not app.exception
+    app.button(key="search-start").click().run()
+    deadline = time.monotonic() + SECONDS
+    while any(button.key == "search-stop" for button in app.button):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+        app.run()
+    assert not app.exception
+    return app
+
+
+SMALL = {"model": "mlp", "devices": 2, "machine": "h100", "global_batch": 4}
+
+
+@pytest.mark.parametrize(("language", "told"), [("en", "cannot be told apart"), ("zh", "无法区分")])
+def test_it_ranks_the_layouts_that_the_engine_finds_and_leads_to_each(language: str, told: str):
+    app = searched(language, **SMALL)
+    search = Search(Spec(**SMALL), set(SMALL))
+    for _ in search.steps():
+        pass
+    said = words(app)
+    assert told in said and f"{search.total:,}" in said
+    links = app.get("page_link")
+    assert len(links) == len(search.best)
+    first = links[0].proto.query_string
+    assert all(part in first for part in ("machine=h100", "model=mlp", "global-batch=4"))
+    (figure,) = charts(app)
+    drawn = sum(len(trace["x"]) for trace in figure["data"])
+    assert drawn == sum(one.step_time <= 3 * search.best[0].step_time for one in search.fastest.values())
+
+
+def test_what_fits_nowhere_is_said_to():
+    app = searched("en", model="llama3_405b", devices=8, machine="h100", global_batch=8)
+    (warning,) = app.warning
+    assert "85.9\u00a0GB" in warning.value
+
+
+@pytest.mark.browser
+@pytest.mark.xdist_group("app")
+def test_a_visitor_searches_stops_and_opens_the_best_in_the_lab(tab: Callable[[], Tab]):
+    shown = tab().open("search")
+    browser = shown.page
+    browser.click(".st-key-search-start button")
+    browser.wait_for_selector(".st-key-search-live .lockstep-chart .main-svg")
+    browser.click(".st-key-search-stop button")
+    browser.wait_for_selector(".st-key-search-row-1")
+    assert "Stopped with" in shown.text()
+    browser.click(".st-key-language >> text=中文")
+    browser.wait_for_selector("text=哪种布局最快？")
+    browser.locator(".st-key-search-row-1 a").first.click()
+    browser.wait_for_url("**model=llama3_8b*")
+    assert "machine=h100" in browser.url and "mode=hybrid" in browser.url
+    assert shown.problems == []
