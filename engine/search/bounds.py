@@ -4,7 +4,8 @@ Both are sums over the layers of a rank of what the planner itself makes of one 
 simulator. They hold because of what is left out:
 
 - A rank computes one op at a time, and waits for each synchronous collective: so all of its passes, one after the
-  other, are part of its step. Messages, and what travels in the background, are taken to be hidden.
+  other, are part of its step; or what goes round a ring, where that takes longer than attention. Other messages, and
+  what travels in the background, are taken to be hidden.
 - In a pipeline a rank cannot begin before the first microbatch has come through all stages before its first one, and
   where a backward is one op the step goes on, when the rank is through, until the gradient has gone back through them:
   FLOPs / rate + the ideal bubble of Narayanan et al. 2021 (arXiv:2104.04473, section 2.2). Backwards in halves may end
@@ -210,7 +211,7 @@ class Bounds:
                 saved = sum(op.saved for op in passes[0])
                 if not attends:
                     passes = [list(map(_without_attention, ops)) for ops in passes]
-                found.append((*(seconds_of(ops, mesh, machine) for ops in passes), saved))
+                found.append((*(round_a_ring(ops, mesh, machine) for ops in passes), saved))
             self._known[key] = Work(*np.array(found, dtype=np.float64).T)
         return self._known[key]
 
@@ -262,6 +263,23 @@ def _without_attention(op: Op) -> Op:
     """Without products of tokens with tokens, as `engine.analysis.mfu` has them."""
     rest = tuple(one for one in op.kernels if one.kind == MEMORY or (one.kind == MATMUL and one.weight))
     return replace(op, kernels=rest, flops=0, bytes=0)
+
+
+def round_a_ring(ops: Sequence[Op], mesh: Mesh, machine: Machine) -> float:
+    """Seconds of a layer's ops. From the first message to the last that comes, keys go round: no sooner than all that
+    one rank sends has gone over its link, one after the other, which the rank that needs them waits for."""
+    sends = [i for i, op in enumerate(ops) if op.kind == "send"]
+    comes = [i for i, op in enumerate(ops) if op.kind == "recv"]
+    if not sends or not comes:
+        return seconds_of(ops, mesh, machine)
+    around = slice(sends[0], comes[-1] + 1)
+    inside = seconds_of(ops[around], mesh, machine)
+    travels = sum(
+        communication_seconds(ops[i], (0, mesh.peer(0, ops[i].axis, ops[i].peer)), machine)
+        for i in sends
+        if i < comes[-1]
+    )
+    return seconds_of([*ops[: sends[0]], *ops[comes[-1] + 1 :]], mesh, machine) + max(inside, travels)
 
 
 def seconds_of(ops: Sequence[Op], mesh: Mesh, machine: Machine, *, alone: bool = False) -> float:
