@@ -64,7 +64,7 @@ def test_it_ranks_the_layouts_that_the_engine_finds_and_leads_to_each(language: 
 def test_what_fits_nowhere_is_said_to():
     app = searched("en", model="llama3_405b", devices=8, machine="h100", global_batch=8)
     (warning,) = app.warning
-    assert "85.9\u00a0GB" in warning.value
+    assert "85.9 GB" in warning.value
 
 
 @pytest.mark.browser

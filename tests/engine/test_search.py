@@ -158,7 +158,7 @@ def test_pruning_changes_no_answer():
     roughly = looked(spec, held, top=4)
     for one, exact in zip(roughly.best, without.best, strict=True):
         assert exact.step_time <= one.step_time <= 1.01 * exact.step_time
-    assert roughly.simulated < with_.simulated
+    assert roughly.simulated <= with_.simulated
     for search in (with_, without, roughly):
         assert search.done and search.total == search.decided
     assert with_.total == without.total
