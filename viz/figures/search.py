@@ -49,7 +49,7 @@ def plot_search(info: SearchInfo, text: Text) -> go.Figure:
     import plotly.graph_objects as go
 
     parts = {
-        "first": (info.points[:1], FIRST, "star", 15),
+        "first": (info.points[:1], FIRST, "square", 14),
         "tied": (info.points[1 : info.tied], TIED, "diamond", 11),
         "other": (info.points[max(1, info.tied) :], OTHER, "circle", 8),
     }
