@@ -4,8 +4,10 @@ A mesh is a way to write the devices as a product of degrees. A rank goes throug
 microbatches of a pipeline, or micro-steps. Stages of a rank: for each length of the longest stage the fewest, since
 more of no shorter length only add messages. What breaks a rule among these is refused where it is prepared.
 
-Of models that are only planned two settings are no choice, since they cost nothing and save time or memory: attention
-in one kernel, and an optimizer's state that replicas share. They are on, unless given.
+Of models that are only planned, sequences are dealt out over devices (cp) from some length on, unless it is asked for:
+that is what their trainings do, and each rank of such a mesh has a program of its own, which takes long to simulate.
+And two settings are no choice, since they cost nothing and save time or memory: attention in one kernel, and an
+optimizer's state that replicas share. They are on, unless given.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from typing import Any
 from engine import schedules
 from engine.cost.machine import Machine
 from engine.presets import PRESETS
-from engine.settings import MODE_SETTINGS, MODEL_AXES, SPLIT_BACKWARD, planned_only
+from engine.settings import MODE_SETTINGS, MODEL_AXES, MODEL_DEFAULTS, SPLIT_BACKWARD, planned_only
 from engine.spec import MODES, RECOMPUTE, Spec
 
 AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
 ORDER = ("schedule", "stages_per_rank")  # of a pipeline
 SEARCHED = ("mode", *AXES, "sequence_parallel", "recompute", "accumulate", "microbatches", *ORDER)
 AS_TODAY = {"flash": True, "share_optimizer": True}
+LONG = 16_384  # tokens. Llama 3 was trained with cp 16 at 131,072 and without at 8,192 (arXiv:2407.21783, table 4)
 NOT_THE_SAME = ("local_sgd",)  # a mode that trains something else than one device would
 DEFAULTS = {name: Spec.__dataclass_fields__[name].default for name in SEARCHED}
 MOST_MICROSTEPS = Spec.__dataclass_fields__["accumulate"].metadata["high"]
@@ -45,7 +48,7 @@ def meshes(spec: Spec, held: Collection[str]) -> Iterator[Settings]:
     if "mode" not in held and planned_only(spec) is None and not set(held) & set(AXES):
         modes = [mode for mode in MODES if mode not in NOT_THE_SAME and (mode != "single" or spec.devices == 1)]
     for mode in modes:
-        free = [axis for axis in _axes(mode, spec.model) if axis not in held]
+        free = [axis for axis in _axes(mode, spec.model) if axis not in held and (axis != "cp" or _is_long(spec))]
         given = {axis: degree for axis in AXES if axis in held and (degree := getattr(spec, axis)) is not None}
         rest, beyond = divmod(spec.devices, math.prod(given.values()))
         if not free or beyond:  # what is given says all of it, or is wrong and will be refused
@@ -58,6 +61,11 @@ def meshes(spec: Spec, held: Collection[str]) -> Iterator[Settings]:
                 continue  # it is a mode by its own name
             for tokens in (None, True) if _has_choice("sequence_parallel", mode, held, "tp" in several) else (None,):
                 yield {"mode": mode} | mesh | ({"sequence_parallel": tokens} if tokens else {})
+
+
+def _is_long(spec: Spec) -> bool:
+    """Whether its sequences may be dealt out without being asked for."""
+    return planned_only(spec) is None or (spec.context or MODEL_DEFAULTS[spec.model]["context"]) > LONG
 
 
 def _axes(mode: str, model: str) -> Sequence[str]:

@@ -50,11 +50,18 @@ def test_meshes_are_as_many_as_there_are_ordered_products_of_degrees(number, pri
 
 
 def test_degrees_that_are_given_are_held_and_divide_what_is_left():
-    spec = Spec(mode="hybrid", devices=512, model="llama3_70b", machine="h100", tp=8, pp=4)
+    spec = Spec(mode="hybrid", devices=512, model="llama3_70b", machine="h100", tp=8, pp=4, context=32_768)
     found = list(meshes(base_of(spec, {"mode", "tp", "pp"}), {"mode", "tp", "pp"}))
     assert {one["dp"] * one["fsdp"] * one["cp"] for one in found} == {16}
     # dp, fsdp and cp of 16; and each with tensor ranks that share tokens, or do not.
     assert len(found) == 2 * compositions(4, 3)
+
+
+@pytest.mark.parametrize(("asked", "cut"), [({}, False), ({"context": 131_072}, True), ({"cp": 2}, True)])
+def test_sequences_of_published_models_are_dealt_out_where_they_are_long_or_it_is_asked_for(asked, cut):
+    spec = Spec(mode="hybrid", devices=16, model="llama3_8b", machine="h100", **asked)
+    found = list(meshes(base_of(spec, {"mode", *asked}), {"mode", *asked}))
+    assert any(mesh.get("cp", asked.get("cp", 1)) > 1 for mesh in found) == cut
 
 
 def test_every_mode_that_trains_the_same_is_searched_where_a_model_can_run():
