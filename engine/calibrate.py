@@ -69,8 +69,8 @@ class CalibrationError(RuntimeError):
 class Effort:
     """How long to look: `steps` of a training, `budget` seconds of a product or a collective, ranks to try."""
 
-    steps: int = 6
-    budget: float = 0.03
+    steps: int = 5
+    budget: float = 0.02
     ranks: tuple[int, ...] = (2, 4)
     modes: tuple[str, ...] | None = None  # None: all
 
