@@ -23,11 +23,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from engine import tables
-from engine.accuracy import explain, shared_with
-from engine.calibrate import Measuring
+from engine.calibration.calibrate import Measuring
+from engine.cli import tables
 from engine.cost import calibration
 from engine.launch import Launcher, start
+from engine.outcome.accuracy import explain, shared_with
 from engine.spec import MODES, Spec
 
 STEPS = 14

@@ -18,9 +18,9 @@ from engine import modes
 from engine.cost import matmul
 from engine.cost.catalogue import SUSTAINED
 from engine.cost.matmul import ELEMENTWISE
+from engine.graph.matching import match
+from engine.graph.scheduler import schedule
 from engine.job import prepare
-from engine.matching import match
-from engine.scheduler import schedule
 from engine.simulate import durations
 from engine.validate.case import case_of
 from engine.validate.compared import FITTED, is_fitted

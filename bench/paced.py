@@ -16,10 +16,10 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
+from engine.asking.rules import SpecError
+from engine.asking.settings import MODE_SETTINGS
 from engine.launch import Launcher, start
 from engine.predict import predict
-from engine.rules import SpecError
-from engine.settings import MODE_SETTINGS
 from engine.spec import Spec
 from engine.timeline import Timeline
 

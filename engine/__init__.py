@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from engine.asking.rules import SpecError
+
 # Before `simulate` below: the first import of the module engine.simulate binds that name here, to the module.
 from engine.predict import Prediction, predict
-from engine.rules import SpecError
 from engine.spec import Spec
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import dataclasses
 import sys
 from typing import NoReturn
 
-from engine import commands
-from engine.rules import SpecError, closest
+from engine.asking.rules import SpecError, closest
+from engine.cli import commands
 from engine.spec import Spec, type_of
 
 

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.rules import SpecError
+from engine.asking.rules import SpecError
 from engine.spec import Spec
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine import archive
-from engine.rules import SpecError
+from engine.asking.rules import SpecError
 from engine.spec import Spec
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from engine import branches, checkpoints, datasets, frozen, schedules, slow
-from engine.checks import (
+from engine import checkpoints, schedules
+from engine.asking import branches, frozen, slow
+from engine.asking.checks import (
     check_batch,
     check_compression,
     check_fault,
@@ -23,14 +24,10 @@ from engine.checks import (
     nearest,
     pipelines,
 )
-from engine.cost.machine import machine
-from engine.faults import parse_fault
-from engine.meshes import fill_degrees, splits, told
-from engine.paced import check_paced
-from engine.plan import AXES
-from engine.presets import PRESETS, family
-from engine.rules import SpecError
-from engine.settings import (
+from engine.asking.faults import parse_fault
+from engine.asking.meshes import fill_degrees, splits, told
+from engine.asking.rules import SpecError
+from engine.asking.settings import (
     DATA_MODES,
     DEFAULT_STEPS,
     LEARNING_RATES,
@@ -50,7 +47,12 @@ from engine.settings import (
     planned_only,
     replicas,
 )
-from engine.shapes import Layer, model_layers
+from engine.cost.machine import machine
+from engine.data import datasets
+from engine.model.presets import PRESETS, family
+from engine.model.shapes import Layer, model_layers
+from engine.plan import AXES
+from engine.scale_model.paced import check_paced
 from engine.spec import MAX_HEADS, MAX_REAL_DEVICES, Spec
 
 POWERSGD_STEPS = 5  # two that it leaves alone, one to begin with, and two that build on what was left out before

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from engine import archive, checkpoints
 from engine.archive import RUNS
 from engine.job import Job, prepare_real
-from engine.pictured import at_scale
+from engine.scale_model.pictured import at_scale
 from engine.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[1]

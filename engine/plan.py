@@ -1,7 +1,7 @@
 """What every rank will do, in order: ops in programs, one program a role, and roles laid on a mesh of ranks.
 
 Dependencies are not stored. They follow from program order and from matching the two ends of a message, or the
-members of a collective (`engine.matching`). A plan has a text form that round-trips (`engine.notation`).
+members of a collective (`engine.graph.matching`). A plan has a text form that round-trips (`engine.graph.notation`).
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from engine.analysis.shares import (
 from engine.analysis.summary import summary as summarise
 from engine.cost.machine import Machine, machine
 from engine.job import Job, prepare
-from engine.paced import ratio
-from engine.pictured import dilation, slowed, steady_step
 from engine.plan import Plan
+from engine.scale_model.paced import ratio
+from engine.scale_model.pictured import dilation, slowed, steady_step
 from engine.schedules import given
 from engine.simulate import Simulation
 from engine.spec import Spec

@@ -9,18 +9,18 @@ from itertools import pairwise
 
 import numpy as np
 
-from engine.columns import Ops
+from engine.asking.slow import Slow
 from engine.cost.collectives import busy_cores, communication_seconds, rounds_and_bytes
 from engine.cost.compute import compute_seconds
 from engine.cost.contention import CHANNELS, slowed
+from engine.cost.held import OverTime, memory_of, over_time
 from engine.cost.local import local_leads, local_seconds
 from engine.cost.machine import Machine
 from engine.cost.sharing import Cores, share
-from engine.held import OverTime, memory_of, over_time
-from engine.matching import Graph, match
+from engine.graph.columns import Ops
+from engine.graph.matching import Graph, match
+from engine.graph.scheduler import acts_of, lanes_of, schedule
 from engine.plan import COLLECTIVES, Plan
-from engine.scheduler import acts_of, lanes_of, schedule
-from engine.slow import Slow
 from engine.timeline import NONE, Timeline
 
 NOTHING = Slow()

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from engine import schedules, slow, spec_file
-from engine.faults import KINDS, parse_fault
-from engine.presets import PRESETS
-from engine.rules import SpecError, closest
+from engine import schedules
+from engine.asking import slow, spec_file
+from engine.asking.faults import KINDS, parse_fault
+from engine.asking.rules import SpecError, closest
+from engine.model.presets import PRESETS
 
 MAX_DEVICES = 16_384
 MAX_REAL_DEVICES = 64

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.rules import SpecError
+from engine.asking.rules import SpecError
 
 NONE = -1  # in integer columns: does not apply
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engine import simulate
 from engine.archive import read_spec
-from engine.rules import SpecError
+from engine.asking.rules import SpecError
 from engine.spec import Spec
 from engine.timeline import Timeline
 from viz import player

@@ -12,7 +12,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from engine.analysis.ran import Ran
-from engine.matching import NO_NODE
+from engine.graph.matching import NO_NODE
 
 UNEXPLAINED = ("overhead", "start")
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.analysis.ran import Ran
-from engine.matching import NO_NODE
+from engine.graph.matching import NO_NODE
 
 CAUSES = (
     "fill",

@@ -16,8 +16,8 @@ import numpy as np
 
 from engine.cost.kernels import attention_flops
 from engine.cost.machine import Machine
-from engine.matching import Graph
-from engine.shapes import Layer
+from engine.graph.matching import Graph
+from engine.model.shapes import Layer
 
 FORWARD, BACKWARD = 1, 2
 COUNTED = ("forward", "backward", "backward_input", "backward_weight", "recompute")

@@ -1,7 +1,8 @@
 """One step, simulated or measured -> its graph with the times of every node, and what bound each of them.
 
-What a node waited for is read off the graph of `engine.matching`: of all that it had to wait for, the one that ended
-last bound it. Everything else in this package (critical path, causes of idle gaps, stragglers) goes along these bonds.
+What a node waited for is read off the graph of `engine.graph.matching`: of all that it had to wait for, the one that
+ended last bound it. Everything else in this package (critical path, causes of idle gaps, stragglers) goes along these
+bonds.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from engine.matching import NO_NODE, Graph, PlanError, match
+from engine.graph.matching import NO_NODE, Graph, PlanError, match
 from engine.plan import COLLECTIVES, Op, Plan
 from engine.simulate import Simulation
 from engine.timeline import Timeline

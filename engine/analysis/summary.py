@@ -17,7 +17,7 @@ from engine.analysis.critical_path import Piece, critical_path, seconds_by_kind,
 from engine.analysis.idle import CAUSES, idle, seconds_by_cause
 from engine.analysis.ran import NotJoined, Ran, measured
 from engine.analysis.words import largest
-from engine.matching import NO_NODE
+from engine.graph.matching import NO_NODE
 from engine.plan import Plan
 from engine.timeline import Timeline
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.analysis.stragglers import Calls
-from engine.rules import SpecError
+from engine.asking.rules import SpecError
 
 KERNELS, MARKS = ("nccl", "rccl"), "gloo:"
 MESSAGE = "message"

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.analysis.idle import CAUSES, Idle
 from engine.analysis.ran import Ran
-from engine.matching import NO_NODE
+from engine.graph.matching import NO_NODE
 from engine.plan import COLLECTIVES, MESSAGES
 
 # {time} is the wait, {what} of OBJECTS, {cause} of NAMES; rank and other are ranks.

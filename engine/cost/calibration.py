@@ -1,8 +1,8 @@
 """What was measured of a machine <-> a file: costs of ops, with the machine they are of; or why they do not hold here.
 
-`python -m engine calibrate` measures (`engine.calibrate`) and stores. What is stored says which machine it is of, and
-is refused on another one, with another torch, with another number of cores, or when it is old. Lockstep ships one
-calibration, of a small cloud machine, for machines that have none of their own.
+`python -m engine calibrate` measures (`engine.calibration.calibrate`) and stores. What is stored says which machine it
+is of, and is refused on another one, with another torch, with another number of cores, or when it is old. Lockstep
+ships one calibration, of a small cloud machine, for machines that have none of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.rules import SpecError
+from engine.asking.rules import SpecError
 
 SHIPPED = Path(__file__).resolve().parents[1] / "data" / "calibration.json"
 VARIABLE = "LOCKSTEP_CALIBRATION"  # a file to store in and to read from; `none`: what is shipped, wherever this runs

@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass, fields, replace
 from statistics import NormalDist
 
+from engine.asking.rules import SpecError
 from engine.cost.local import Local
-from engine.rules import SpecError
 
 EVERYBODY = 0  # ranks of a tier that reaches all of them
 GAINS = {"bf16": "bf16_gain", "fp16": "fp16_gain", "fp8": "fp8_gain"}  # precision -> how much faster than fp32

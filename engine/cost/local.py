@@ -18,7 +18,7 @@ from engine.plan import COLLECTIVES, COMPUTE, Op, Plan, Program
 from engine.spec import PRECISIONS
 
 if TYPE_CHECKING:
-    from engine.matching import Graph
+    from engine.graph.matching import Graph
 
 # What runs the ops of a mode, where that is not the mode's own name alone.
 RUN_BY = {"hsdp": ("hsdp", "fsdp")}

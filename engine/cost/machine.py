@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from engine.asking.rules import SpecError, closest
 from engine.cost import calibration
 from engine.cost.catalogue import MACHINES as MACHINES
 from engine.cost.catalogue import gpus_of_calibration, of_calibration
 from engine.cost.hardware import EVERYBODY as EVERYBODY
 from engine.cost.hardware import Link as Link
 from engine.cost.hardware import Machine as Machine
-from engine.rules import SpecError, closest
 
 
 def machine(name: str, device: str = "cpu") -> Machine:

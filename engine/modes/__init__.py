@@ -10,10 +10,10 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from engine.asking.masked import counting
+from engine.graph.reduced import in_fp32
 from engine.lessons import Lesson as Lesson
 from engine.lessons import Step as Step
-from engine.masked import counting
-from engine.reduced import in_fp32
 from engine.spec import MODES as MODES
 
 if TYPE_CHECKING:

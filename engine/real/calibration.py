@@ -2,8 +2,9 @@
 
 Called by the launcher in forked processes, as a training's worker is. Three kinds of measurement: `rates` of products,
 one after the other or on all cores at once; `links`, every collective at several sizes; and `trainings`, a few steps of
-small jobs, recorded as those of any run. `engine.calibrate` makes costs of them. The first two are measured on GPUs as
-they are on the CPU, with NCCL in gloo's place, and a clock that waits until the device has done what it was asked for.
+small jobs, recorded as those of any run. `engine.calibration.calibrate` makes costs of them. The first two are
+measured on GPUs as they are on the CPU, with NCCL in gloo's place, and a clock that waits until the device has done
+what it was asked for.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from torch.autograd.profiler import _disable_profiler, _enable_profiler, _prepar
 
 from engine import modes
 from engine.archive import read_json, write_json
+from engine.asking.settings import ONE_PROCESS_MODES
 from engine.job import prepare
 from engine.real import cores, speed, worker
 from engine.real.parity import Parity
 from engine.real.recorder import Recorder, communications
 from engine.real.targets import Targets
 from engine.real.training import Place, mark_updates
-from engine.settings import ONE_PROCESS_MODES
 from engine.spec import Spec
 
 ASKED, FOUND, PROGRESS = "calibration.json", "rank{rank}.found.json", "progress"

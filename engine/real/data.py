@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler
 
-from engine import datasets
-from engine.faults import parse_fault
+from engine.asking.faults import parse_fault
+from engine.asking.masked import left_out
+from engine.asking.settings import TOKEN_MODELS
+from engine.data import datasets
 from engine.job import Job
-from engine.masked import left_out
 from engine.real import faults
 from engine.real.models import dtype_of
-from engine.settings import TOKEN_MODELS
 from engine.spec import Spec
 
 

@@ -10,11 +10,11 @@ import time
 import torch
 import torch.distributed as dist
 
-from engine.faults import LASTING, Fault
+from engine.asking.faults import LASTING, Fault
+from engine.asking.settings import TOKEN_MODELS
 from engine.job import Job
+from engine.model.shapes import Layer
 from engine.real.training import Place, Training
-from engine.settings import TOKEN_MODELS
-from engine.shapes import Layer
 
 
 def of_rank(fault: Fault | None, rank: int, step: int = 0) -> str:

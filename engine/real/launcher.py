@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.archive import no_place, process_start, read_error, read_json, read_steps, write_in_place, write_json
+from engine.asking.rules import SpecError
 from engine.modes import MODES
 from engine.real.cause import describe, find_error, is_consequence
-from engine.rules import SpecError
 
 # Whatever the first step would otherwise import in every worker; without torch._dynamo alone it takes 2.5 s. And what
 # every run's end would: to write a parquet file, and to take numpy's unique.
@@ -325,7 +325,9 @@ def main() -> None:
     parser.add_argument(
         "--worker", default="engine.real.worker:work", help="module:function(run_dir, rank, world_size)"
     )
-    parser.add_argument("--finish", default="engine.finish:finish", help="module:function(run_dir, state, error)")
+    parser.add_argument(
+        "--finish", default="engine.outcome.finish:finish", help="module:function(run_dir, state, error)"
+    )
     parser.add_argument("--no-preload", action="store_true", help="do not import torch (for workers without it)")
     options = parser.parse_args()
     # Ctrl-C is for the program in front; it closes our standard input when it ends.
@@ -334,7 +336,7 @@ def main() -> None:
         importlib.import_module(module)
     if not options.no_preload:
         # Kept by the module, so that workers find them made.
-        datasets = importlib.import_module("engine.datasets")
+        datasets = importlib.import_module("engine.data.datasets")
         datasets.load("digits", kind="image")
         with contextlib.suppress(datasets.DatasetError):  # a Python without its help: who asks for it is told
             datasets.vocabulary_size("text")

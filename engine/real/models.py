@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
+from engine.asking.masked import LEFT_OUT
+from engine.asking.settings import TOKEN_MODELS
 from engine.job import Job
-from engine.masked import LEFT_OUT
+from engine.model.shapes import Layer, num_experts
 from engine.real.parts import on_parts
 from engine.real.passed import Pass
 from engine.real.recorder import Recorder
-from engine.settings import TOKEN_MODELS
-from engine.shapes import Layer, num_experts
 from engine.spec import Spec
 
 

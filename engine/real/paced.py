@@ -16,12 +16,13 @@ from collections import defaultdict, deque
 from pathlib import Path
 from typing import NamedTuple
 
-from engine import modes, slow
+from engine import modes
+from engine.asking import slow
+from engine.graph.matching import match
 from engine.job import Job
-from engine.matching import match
-from engine.paced import TABLE
-from engine.pacing import CALL, COMPUTE, RECEIVE, SEND, Beat, key_of, of_rank
-from engine.pictured import machine_of
+from engine.scale_model.paced import TABLE
+from engine.scale_model.pacing import CALL, COMPUTE, RECEIVE, SEND, Beat, key_of, of_rank
+from engine.scale_model.pictured import machine_of
 from engine.simulate import durations
 from engine.timeline import NONE, Span
 
@@ -173,7 +174,8 @@ class Pace:
 
     def moved(self, span: Span, offset: int) -> Span:
         """A message or a collective as it moved on the pictured link. To be asked in the order of each lane, where an
-        asynchronous collective may have been noted late: those after it are known by their bytes (`engine.conform`).
+        asynchronous collective may have been noted late: those after it are known by their bytes
+        (`engine.outcome.conform`).
 
         `offset`: ns from CLOCK_MONOTONIC to the clock of the span.
         """

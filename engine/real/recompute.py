@@ -20,8 +20,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from engine.chain import is_recomputed
 from engine.job import Job
+from engine.model.chain import is_recomputed
 from engine.modes.tensor.cuts import SUMS
 from engine.real.models import Chain, in_backward
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from engine.branches import left_out
+from engine.asking.branches import left_out
 from engine.job import Job
 from engine.real import checkpoint, models
 from engine.real.data import Batches

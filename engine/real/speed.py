@@ -1,8 +1,8 @@
 """A small training, in one process or in two at once -> CPU seconds of a step of it: how fast this machine is now.
 
 The same while a machine is calibrated and after a run's last step. So a prediction can be held to the speed that the
-machine had meanwhile (`engine.accuracy`), and no time of the run's own steps is in that speed. Time in which something
-else has the core does not count: a run tells that apart.
+machine had meanwhile (`engine.outcome.accuracy`), and no time of the run's own steps is in that speed. Time in which
+something else has the core does not count: a run tells that apart.
 """
 
 from __future__ import annotations

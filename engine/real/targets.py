@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from engine import modes
+from engine.asking.masked import LEFT_OUT, counts
 from engine.job import Job
-from engine.masked import LEFT_OUT, counts
 from engine.plan import Op
 from engine.real.data import Batches
 from engine.real.training import Place

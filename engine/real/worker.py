@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import nn
 
 from engine import modes
-from engine.faults import parse_fault
-from engine.frozen import trained as trained_layers
+from engine.asking.faults import parse_fault
+from engine.asking.frozen import trained as trained_layers
+from engine.asking.settings import ONE_PROCESS_MODES
 from engine.job import Job, prepare
-from engine.pictured import trained
 from engine.real import agree, checkpoint, cores, faults, models, speed
 from engine.real.clip import clip
 from engine.real.data import Batches
@@ -35,7 +35,7 @@ from engine.real.recompute import recompute
 from engine.real.recorder import Recorder
 from engine.real.targets import Targets
 from engine.real.training import Place, Training, mark_updates, update, whole
-from engine.settings import ONE_PROCESS_MODES
+from engine.scale_model.pictured import trained
 from engine.spec import Spec
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from engine.columns import Ops, unroll
+from engine.graph.columns import Ops, unroll
 from engine.plan import Op
 from engine.schedules import MESSAGES, PASSES, Action, other_end
 from engine.schedules.csv_form import cell

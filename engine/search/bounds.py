@@ -29,12 +29,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine import chain, schedules
+from engine import schedules
+from engine.asking.settings import SPLIT_BACKWARD, TOKEN_MODELS
 from engine.cost.collectives import communication_seconds
 from engine.cost.compute import compute_seconds
 from engine.cost.kernels import MATMUL, MEMORY
 from engine.cost.machine import Machine
 from engine.job import Job
+from engine.model import chain
+from engine.model.shapes import Layer
 from engine.modes.context.cuts import own_tokens
 from engine.modes.fsdp.plan import gather, reduce, sharing
 from engine.modes.fsdp.replicas import is_shared, replicas_of
@@ -45,10 +48,8 @@ from engine.modes.hybrid.stages import standing
 from engine.modes.pipeline.plan import ONE_STAGE
 from engine.modes.tensor.cuts import ALL_BUT_NAME
 from engine.modes.tensor.shards import gradient_bytes
-from engine.pictured import machine_of
 from engine.plan import COLLECTIVES, Mesh, Op
-from engine.settings import SPLIT_BACKWARD, TOKEN_MODELS
-from engine.shapes import Layer
+from engine.scale_model.pictured import machine_of
 
 FIRST = Seat()  # of axes along which not all ranks do the same, the rank at 0
 BUCKETED = {"dp", "ep"}  # a mesh of experts and no other axes reduces gradients as DDP does, in buckets

@@ -19,19 +19,20 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from engine import modes, slow
+from engine import modes
+from engine.asking import slow
+from engine.asking.rules import SpecError
+from engine.asking.settings import planned_only
+from engine.cost.held import memory_of
 from engine.cost.machine import Machine, machine
-from engine.held import memory_of
+from engine.graph.matching import PlanError
 from engine.job import Job, prepare, prepare_real
-from engine.matching import PlanError
 from engine.modes.hybrid.plan import first_program
-from engine.pictured import machine_of
 from engine.plan import Program
-from engine.rules import SpecError
+from engine.scale_model.pictured import machine_of
 from engine.search import space
 from engine.search.bounds import Bound, Bounds, Way
 from engine.search.space import Settings
-from engine.settings import planned_only
 from engine.simulate import simulate
 from engine.spec import Spec
 

@@ -17,9 +17,9 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from engine import schedules
+from engine.asking.settings import MODE_SETTINGS, MODEL_AXES, MODEL_DEFAULTS, SPLIT_BACKWARD, planned_only
 from engine.cost.machine import Machine
-from engine.presets import PRESETS
-from engine.settings import MODE_SETTINGS, MODEL_AXES, MODEL_DEFAULTS, SPLIT_BACKWARD, planned_only
+from engine.model.presets import PRESETS
 from engine.spec import MODES, RECOMPUTE, Spec
 
 AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")

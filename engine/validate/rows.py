@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.rules import SpecError
+from engine.asking.rules import SpecError
 
 VERIFIED = "read from source text"  # the confidence of figures that were read in the source itself
 MEASURED = "measured"

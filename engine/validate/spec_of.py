@@ -11,11 +11,11 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from engine.asking.rules import SpecError
 from engine.cost.catalogue import DEVICES, MACHINES, MEMORY_REACHED, PCIE, SUSTAINED, TERA, network
 from engine.cost.hardware import EVERYBODY, Link, Machine
-from engine.matching import PlanError
+from engine.graph.matching import PlanError
 from engine.predict import predict
-from engine.rules import SpecError
 from engine.spec import Spec
 from engine.validate.case import Case, Predicted
 from engine.validate.rows import Unusable

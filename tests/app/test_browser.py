@@ -126,7 +126,7 @@ def test_stop_ends_a_run_within_two_seconds_in_every_tab(tab: NewTab, server: tu
     lab = tab().open("?mode=ddp&devices=2&model=mlp&steps=10000&fault=slow@0:0:0.1")
     lab.click("run")
     folder = server[2] / run_id(lab)
-    lab.page.wait_for_selector(".st-key-live >> text=/[1-9]\\d* of \\d+ steps/")
+    lab.page.wait_for_selector(".st-key-live >> text=/[1-9]\\d* of [\\d,]+ steps/")
     second = tab().open(f"?run={folder.name}")
     second.page.wait_for_selector(".st-key-live")
     workers = archive.read_status(folder)["worker_pids"]

@@ -12,8 +12,8 @@ from streamlit.testing.v1 import AppTest
 
 from bench.gallery import KEPT, SPECS
 from engine import archive, modes
-from engine.conform import conform
 from engine.job import prepare
+from engine.outcome.conform import conform
 from engine.timeline import Timeline
 from tests.app.reading import query, words
 

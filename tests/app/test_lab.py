@@ -12,12 +12,12 @@ from streamlit.testing.v1 import AppTest
 
 import engine
 from engine import modes
+from engine.asking.rules import RULES, SpecError
+from engine.cli.doctor_table import calibrated
 from engine.cost import calibration
 from engine.cost.calibration import SHIPPED, VARIABLE, load, store, this_machine
-from engine.doctor_table import calibrated
 from engine.job import prepare
-from engine.pictured import at_scale
-from engine.rules import RULES, SpecError
+from engine.scale_model.pictured import at_scale
 from engine.spec import Spec
 from tests.app.reading import keys, numbers, query, words
 from viz.figures.words import show_bytes, show_seconds

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from engine import modes
+from engine.asking.rules import SpecError
 from engine.cost.machine import machine
 from engine.job import prepare
-from engine.rules import SpecError
 from engine.simulate import simulate
 from engine.spec import Spec
 from engine.timeline import Span

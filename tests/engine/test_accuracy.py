@@ -9,13 +9,13 @@ import json
 import pytest
 
 from bench.accuracy import told
-from engine.accuracy import REASONS, accuracy, by_kind, explain, shared_with, without_waiting
+from engine.cli.tables import seconds
 from engine.cost import calibration
-from engine.finish import _slower, _step_seconds, other_cores
+from engine.outcome.accuracy import REASONS, accuracy, by_kind, explain, shared_with, without_waiting
+from engine.outcome.finish import _slower, _step_seconds, other_cores
 from engine.plan import Mesh
 from engine.real import cores
 from engine.spec import Spec
-from engine.tables import seconds
 from engine.timeline import Span, Timeline
 from tests.engine.proof import finished
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from engine import archive
+from engine.asking.rules import SpecError
 from engine.job import prepare
-from engine.rules import SpecError
 from engine.spec import Spec
 
 JOB = prepare(Spec(mode="ddp", devices=2, model="mlp", steps=4))

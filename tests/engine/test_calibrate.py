@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.calibrate import COLLECTIVE_KINDS
+from engine.calibration.calibrate import COLLECTIVE_KINDS
 from engine.cost.calibration import VARIABLE, find, load
 from engine.predict import predict
 from engine.spec import Spec

@@ -10,9 +10,10 @@ import time
 import numpy as np
 import pytest
 
-from engine import calibrate
-from engine.calibrate import Measured, Measuring, Part, curves, mean_step, speeds
-from engine.calibrated import Arrival, Call, Sample, arrivals, costs, line, scale, unevenness
+from engine.asking.rules import SpecError
+from engine.calibration import calibrate
+from engine.calibration.calibrate import Measured, Measuring, Part, curves, mean_step, speeds
+from engine.calibration.calibrated import Arrival, Call, Sample, arrivals, costs, line, scale, unevenness
 from engine.cost import calibration
 from engine.cost.calibration import (
     DIFFERS,
@@ -33,7 +34,6 @@ from engine.cost.local import Local, part_class, run_by
 from engine.cost.machine import machine
 from engine.plan import Op
 from engine.predict import predict
-from engine.rules import SpecError
 from engine.spec import Spec
 
 MADE = Calibration(

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
+from engine.asking.rules import SpecError
 from engine.job import prepare, prepare_real
 from engine.launch import start
-from engine.rules import SpecError
 from engine.spec import Spec
 
 TIMEOUT = 4.0  # seconds that a rank waits for another, where one is to wait in vain

@@ -8,10 +8,10 @@ import pytest
 
 from engine import __main__ as command_line
 from engine import schedules
+from engine.asking.rules import SpecError
+from engine.asking.settings import TOKEN_MODELS
 from engine.job import prepare
-from engine.presets import PRESETS
-from engine.rules import SpecError
-from engine.settings import TOKEN_MODELS
+from engine.model.presets import PRESETS
 from engine.spec import MODELS, Spec
 
 ENOUGH_LAYERS = {"model": "mlp", "layers": 15, "hidden": 16}

@@ -7,12 +7,12 @@ import json
 import pytest
 
 from engine import __main__ as command_line
-from engine import sampling
-from engine.health import memory_growth, repeated_orders
+from engine.asking.rules import SpecError
+from engine.data import sampling
 from engine.job import prepare
 from engine.launch import start
+from engine.outcome.health import memory_growth, repeated_orders
 from engine.predict import predict
-from engine.rules import SpecError
 from engine.spec import Spec
 from tests.engine.proof import finished, holds
 

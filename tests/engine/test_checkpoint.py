@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from engine import checkpoints, tables
+from engine import checkpoints
 from engine.archive import read_spec
+from engine.asking.rules import SpecError
+from engine.cli import tables
 from engine.job import prepare
 from engine.launch import start
-from engine.rules import SpecError
 from engine.spec import Spec
 from tests.engine.proof import finished, holds
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine import modes
+from engine.asking.settings import MODE_SETTINGS
 from engine.job import prepare
 from engine.modes import MODES
-from engine.settings import MODE_SETTINGS
 from engine.spec import Spec
 from tests.engine.proof import BRIEF, finished, holds
 

@@ -274,7 +274,7 @@ COUNTING = """
 import sys
 from engine import __main__, launch
 from tests.engine.stub_workers import OPTIONS
-launcher = launch.Launcher([*OPTIONS[:-1], "engine.finish:finish"])
+launcher = launch.Launcher([*OPTIONS[:-1], "engine.outcome.finish:finish"])
 launch.default_launcher = lambda: launcher
 sys.exit(__main__.main())
 """

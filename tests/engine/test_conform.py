@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 
 from engine import modes
-from engine.conform import conform
 from engine.cost.machine import machine
-from engine.finish import settle
 from engine.job import Job, prepare
+from engine.outcome.conform import conform
+from engine.outcome.finish import settle
 from engine.simulate import simulate
 from engine.spec import Spec
 from engine.timeline import Span

@@ -9,8 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from engine import datasets
-from engine.datasets import DatasetError, load, sizes, vocabulary_size
+from engine.data import datasets
+from engine.data.datasets import DatasetError, load, sizes, vocabulary_size
 
 # From the data set's own description (optdigits.names, class distribution of the test part).
 UCI_CLASS_COUNTS = [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
@@ -25,7 +25,7 @@ def same(a, b):
 
 
 def test_importing_datasets_does_not_import_torch():
-    code = "import sys, engine.datasets; sys.exit('torch' in sys.modules)"
+    code = "import sys, engine.data.datasets; sys.exit('torch' in sys.modules)"
     root = datasets.DIGITS_FILE.parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
 

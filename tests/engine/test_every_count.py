@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
+from engine.asking.rules import SpecError
 from engine.job import prepare_real
-from engine.rules import SpecError
 from engine.spec import MODES, Spec
 from tests.engine.proof import finished, holds, holds_by_design
 

@@ -8,12 +8,12 @@ import json
 import pytest
 
 from engine import modes
+from engine.asking.rules import SpecError
 from engine.cost.machine import machine
-from engine.finish import finish
+from engine.graph.matching import PlanError, match
 from engine.job import Job, prepare
-from engine.matching import PlanError, match
+from engine.outcome.finish import finish
 from engine.plan import Op
-from engine.rules import SpecError
 from engine.simulate import simulate
 from engine.spec import Spec
 from engine.timeline import Timeline

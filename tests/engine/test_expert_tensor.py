@@ -9,10 +9,10 @@ from collections import Counter
 import pytest
 
 from engine import modes
-from engine.conform import conform
+from engine.graph.matching import match
+from engine.graph.notation import format_plan, parse_plan
 from engine.job import prepare
-from engine.matching import match
-from engine.notation import format_plan, parse_plan
+from engine.outcome.conform import conform
 from engine.plan import Plan
 from engine.spec import Spec
 from engine.timeline import Timeline

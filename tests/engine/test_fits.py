@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.fits import MICROSTEPS, _fullest, fits, would_fit
 from engine.job import prepare
+from engine.model.presets import PRESETS, family
 from engine.predict import predict
-from engine.presets import PRESETS, family
+from engine.search.fits import MICROSTEPS, _fullest, fits, would_fit
 from engine.spec import Spec
 
 LARGE = Spec(mode="ddp", devices=8, model="llama3_8b", machine="h100", global_batch=8)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine import modes
+from engine.asking.rules import SpecError
 from engine.job import prepare
-from engine.rules import SpecError
 from engine.spec import Spec
 from tests.engine.proof import finished, holds
 

@@ -9,12 +9,12 @@ from collections import Counter
 import pytest
 
 from engine import modes
-from engine.held import memory_of
+from engine.asking.rules import SpecError
+from engine.cost.held import memory_of
+from engine.graph.matching import match
+from engine.graph.notation import format_plan, parse_plan
 from engine.job import Job, prepare
-from engine.matching import match
-from engine.notation import format_plan, parse_plan
 from engine.plan import Program
-from engine.rules import SpecError
 from engine.spec import Spec
 
 HIDDEN, LAYERS, CONTEXT = 32, 2, 16

@@ -9,8 +9,8 @@ from itertools import product
 import pytest
 
 from engine import modes, schedules
-from engine.conform import conform
 from engine.job import prepare
+from engine.outcome.conform import conform
 from engine.plan import MESSAGES, Plan, Program
 from engine.schedules.csv_form import format_order
 from engine.schedules.gathers import add_gathers

@@ -114,7 +114,9 @@ def test_predicting_loads_neither_torch_nor_a_page():
     """What is imported on the way counts too: a prediction, its text and its exports, in a fresh process."""
     code = """
 import sys, engine
-from engine import analysis, export, finish, launch, modes, notation
+from engine import analysis, export, launch, modes
+from engine.graph import notation
+from engine.outcome import finish
 for _ in range(2):  # the second time, the module engine.simulate has been imported
     prediction = engine.simulate(engine.Spec(mode="pipeline", devices=2))
 notation.format_plan(prediction.plan), export.to_perfetto(prediction.timeline), prediction.summary()

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine import job as jobs
-from engine.job import prepare, prepare_real
-from engine.rules import SpecError
-from engine.settings import (
+from engine.asking.rules import SpecError
+from engine.asking.settings import (
     CONTEXT_SETTINGS,
     MODE_MODELS,
     MODE_SETTINGS,
@@ -19,6 +18,7 @@ from engine.settings import (
     PLANNED_EXPERTS,
     PLANNED_SIZES,
 )
+from engine.job import prepare, prepare_real
 from engine.spec import MODELS, MODES, Spec
 
 # These are nothing unless they are asked for; the others, of axes that are 1 wide.

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from engine import chain
 from engine.cost import kernels
 from engine.cost.kernels import ATTENTION, MATMUL, Kernel
 from engine.cost.machine import machine
 from engine.cost.matmul import ELEMENTWISE, kernel_seconds, kernels_seconds
-from engine.decoder import Decoder
 from engine.job import prepare
+from engine.model import chain
+from engine.model.decoder import Decoder
 from engine.predict import predict
 from engine.spec import Spec
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from engine import archive
+from engine.asking.rules import SpecError
 from engine.job import prepare
 from engine.launch import Handle, RankProgress, default_launcher, open_handle, start
 from engine.real.cause import find_error
 from engine.real.launcher import Child
-from engine.rules import SpecError
 from engine.spec import Spec
 
 JOB = prepare(Spec(mode="ddp", devices=2, model="mlp", global_batch=12))

@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import pytest
 
+from engine.asking.rules import SpecError
 from engine.cost.catalogue import SUSTAINED
 from engine.cost.hardware import most_of
 from engine.cost.machine import EVERYBODY, MACHINES, Link, machine
-from engine.rules import SpecError
 
 GPUS = [name for name, found in MACHINES.items() if found.sms]
 

@@ -8,9 +8,9 @@ import pytest
 
 from engine import modes
 from engine.__main__ import main
+from engine.asking.masked import LEFT_OUT, left_out, means
+from engine.asking.rules import SpecError
 from engine.job import prepare
-from engine.masked import LEFT_OUT, left_out, means
-from engine.rules import SpecError
 from engine.spec import Spec
 from tests.engine.proof import BRIEF, finished, holds
 

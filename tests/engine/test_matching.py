@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from engine import modes
+from engine.asking.settings import MODE_MODELS
 from engine.cost.machine import machine
+from engine.graph.matching import PlanError, describe, match
+from engine.graph.notation import parse_plan
+from engine.graph.roles import uniform
+from engine.graph.scheduler import DeadlockError
 from engine.job import prepare
-from engine.matching import PlanError, describe, match
-from engine.notation import parse_plan
 from engine.plan import Mesh, Op, Plan, Program
-from engine.roles import uniform
-from engine.scheduler import DeadlockError
-from engine.settings import MODE_MODELS
 from engine.simulate import simulate
 from engine.spec import MODELS, Spec
 

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from engine import schedules
-from engine.chain import Unit
 from engine.cost.memory import CATEGORIES, by_category, errors
 from engine.job import prepare
+from engine.model.chain import Unit
+from engine.model.shapes import Layer
 from engine.modes.fsdp.turns import most_whole
 from engine.modes.hybrid.whole import most_gathered, most_gradients
 from engine.predict import predict
 from engine.schedules import Action
-from engine.shapes import Layer
 from engine.spec import MODES, Spec
 from tests.engine.proof import finished
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from engine import modes
+from engine.graph.notation import NotationError, format_op, format_plan, parse_plan
 from engine.job import prepare
-from engine.notation import NotationError, format_op, format_plan, parse_plan
 from engine.plan import AXES, KINDS, PAYLOADS, Mesh, Op, Plan, Program
 from engine.spec import Spec
 

@@ -10,8 +10,8 @@ import pytest
 
 from engine.archive import read_status
 from engine.launch import start
-from engine.paced import TABLE
 from engine.predict import predict
+from engine.scale_model.paced import TABLE
 from engine.spec import Spec
 from engine.timeline import Timeline
 from tests.engine.proof import finished

@@ -8,14 +8,14 @@ from collections import defaultdict
 import pytest
 
 from engine import modes
+from engine.asking.rules import SpecError
 from engine.cost.machine import machine
 from engine.job import prepare
-from engine.paced import ratio
-from engine.pictured import at_scale, dilation, miniature, steady_step, trained
 from engine.predict import predict
 from engine.real import paced
 from engine.real.paced import Pace, Table
-from engine.rules import SpecError
+from engine.scale_model.paced import ratio
+from engine.scale_model.pictured import at_scale, dilation, miniature, steady_step, trained
 from engine.spec import MODES, Spec
 from engine.timeline import Span
 
@@ -85,8 +85,8 @@ def test_buckets_that_cannot_be_had_are_refused_with_a_size_that_works() -> None
 
 
 def test_another_plan_is_refused_with_the_first_op_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.pictured._with_buckets_of", lambda job, small: small)
-    monkeypatch.setattr("engine.pictured.LARGER_MB", (2.0,))
+    monkeypatch.setattr("engine.scale_model.pictured._with_buckets_of", lambda job, small: small)
+    monkeypatch.setattr("engine.scale_model.pictured.LARGER_MB", (2.0,))
     with pytest.raises(SpecError) as refused:
         miniature(_job({"mode": "ddp", "bucket_mb": 1.0} | LARGE))
     assert refused.value.code == "paced_differs"

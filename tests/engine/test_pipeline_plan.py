@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine import modes, schedules
+from engine.graph.matching import match
+from engine.graph.notation import NotationError, format_plan, parse_plan
 from engine.job import prepare
-from engine.matching import match
-from engine.notation import NotationError, format_plan, parse_plan
 from engine.predict import predict
 from engine.spec import Spec
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine import modes
-from engine.columns import Ops, unroll
+from engine.graph.columns import Ops, unroll
 from engine.job import prepare
 from engine.modes.ddp.buckets import buckets
 from engine.plan import Mesh, Op, lane_of

@@ -5,15 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from engine import chain, modes
+from engine import modes
+from engine.asking.rules import SpecError
 from engine.cost.catalogue import MACHINES
 from engine.cost.collectives import HOST_WAIT, communication_seconds
 from engine.cost.kernels import ATTENTION, MATMUL, MEMORY, Kernel, matmul
 from engine.cost.matmul import UNALIGNED, UNALIGNED_BATCH, kernel_seconds
 from engine.job import prepare
+from engine.model import chain
 from engine.plan import Op
 from engine.predict import predict
-from engine.rules import SpecError
 from engine.spec import Spec
 
 GPT = {"model": "gpt", "layers": 2, "hidden": 64, "heads": 4, "context": 32, "dataset": "synthetic", "machine": "a100"}

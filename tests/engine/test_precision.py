@@ -7,9 +7,9 @@ import pytest
 from engine import modes
 from engine.cost.machine import machine
 from engine.job import prepare
+from engine.model.shapes import FP32
 from engine.modes import MODES
 from engine.predict import predict
-from engine.shapes import FP32
 from engine.spec import Spec
 from tests.engine.proof import BRIEF, finished, holds
 

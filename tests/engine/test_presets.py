@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from engine.asking.rules import SpecError
+from engine.asking.settings import MODE_MODELS, PLANNED_EXPERTS, PLANNED_SIZES
 from engine.job import prepare, prepare_real
+from engine.model.presets import PRESETS, family
 from engine.predict import predict
-from engine.presets import PRESETS, family
-from engine.rules import SpecError
-from engine.settings import MODE_MODELS, PLANNED_EXPERTS, PLANNED_SIZES
 from engine.spec import MODES, Spec
 
 ROUNDED = 0.001  # how far a published number of parameters is from the number itself

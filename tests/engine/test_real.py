@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from engine import archive
-from engine.finish import finish
 from engine.job import prepare_real
 from engine.launch import start
+from engine.outcome.finish import finish
 from engine.spec import Spec
 from engine.timeline import Timeline
 from tests.engine.proof import finished, holds

@@ -8,10 +8,10 @@ from collections import Counter, OrderedDict
 import pytest
 
 from engine import modes
+from engine.asking.rules import SpecError
 from engine.cost.machine import machine
 from engine.job import prepare
 from engine.modes.expert.pieces import pieces
-from engine.rules import SpecError
 from engine.simulate import simulate
 from engine.spec import Spec
 

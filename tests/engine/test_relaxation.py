@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.cost.machine import Machine
-from engine.notation import parse_plan
+from engine.graph.notation import parse_plan
 from engine.plan import COLLECTIVES, MESSAGES, Mesh, Op, Plan, Program
 from engine.simulate import simulate
 
@@ -18,7 +18,7 @@ PLAIN = Machine(name="plain", flop_rate=1.0, memory_rate=math.inf, op_overhead=0
 
 
 def relax(plan: Plan, seconds: dict[str, float]) -> list[tuple[float, float]]:
-    """Times by the rules in `engine.matching`, rank by rank, raised until none of them is broken. `seconds` by op."""
+    """Times by the rules in `engine.graph.matching`, rank by rank, raised until none is broken. `seconds` by op."""
     ops = [(rank, i, op) for rank in range(plan.world_size) for i, op in enumerate(plan.program(rank).ops)]
     index = {(rank, i): n for n, (rank, i, _) in enumerate(ops)}
     calls: dict[tuple, list[list[int]]] = {}

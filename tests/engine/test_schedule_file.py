@@ -8,10 +8,10 @@ import pytest
 
 from engine import modes, schedules
 from engine.__main__ import main
+from engine.asking.rules import SpecError
 from engine.job import prepare, prepare_real
 from engine.plan import Op, Plan
 from engine.predict import predict
-from engine.rules import SpecError
 from engine.schedules import csv_form, given, messages
 from engine.schedules.messages import OrderError
 from engine.spec import Spec

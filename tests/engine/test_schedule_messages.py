@@ -9,9 +9,9 @@ import pytest
 
 from engine import schedules
 from engine.cost.machine import machine
-from engine.matching import PlanError
+from engine.graph.matching import PlanError
+from engine.graph.scheduler import DeadlockError
 from engine.plan import Mesh, Op, Plan, Program
-from engine.scheduler import DeadlockError
 from engine.schedules import PASSES, Action, csv_form, messages, rendezvous
 from engine.simulate import Simulation, simulate
 

@@ -11,12 +11,13 @@ from dataclasses import replace
 
 import pytest
 
-from engine import schedules, search_table
+from engine import schedules
 from engine.__main__ import main
+from engine.asking.rules import SpecError
+from engine.cli import search_table
 from engine.cost.machine import EVERYBODY, MACHINES
 from engine.job import prepare
 from engine.predict import predict
-from engine.rules import SpecError
 from engine.search import Search, report
 from engine.search.bounds import Bounds, Way, in_flight
 from engine.search.report import PARTS, parts_of

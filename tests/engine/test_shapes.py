@@ -9,7 +9,7 @@ import random
 import pytest
 
 from engine.job import prepare
-from engine.shapes import balance
+from engine.model.shapes import balance
 from engine.spec import Spec
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from engine import modes
+from engine.asking.rules import SpecError
 from engine.cost.machine import machine
 from engine.job import prepare
+from engine.model.shapes import Layer
 from engine.modes.fsdp.units import equal_ranks, gathered_bytes, padded_bytes, shard
 from engine.modes.zero1.owners import owners
-from engine.rules import SpecError
-from engine.shapes import Layer
 from engine.simulate import simulate
 from engine.spec import Spec
 

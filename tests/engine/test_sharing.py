@@ -11,8 +11,8 @@ import pytest
 from engine import modes
 from engine.cost.machine import machine
 from engine.cost.sharing import Cores, last_of
+from engine.graph.notation import parse_plan
 from engine.job import prepare
-from engine.notation import parse_plan
 from engine.simulate import simulate
 from engine.spec import Spec
 from tests.engine.test_simulate import PLAIN

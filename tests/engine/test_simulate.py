@@ -12,11 +12,11 @@ import pytest
 
 from engine import modes, schedules
 from engine.cost.machine import Machine, machine
+from engine.graph.matching import PlanError, match
+from engine.graph.notation import parse_plan
+from engine.graph.scheduler import schedule
 from engine.job import prepare
-from engine.matching import PlanError, match
-from engine.notation import parse_plan
 from engine.plan import Mesh, Op, Plan, Program
-from engine.scheduler import schedule
 from engine.simulate import Simulation, durations, simulate
 from engine.spec import Spec
 

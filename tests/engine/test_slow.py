@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from engine import simulate as predict
+from engine.asking.rules import SpecError
+from engine.asking.slow import Slow, slow_links, slow_ranks
+from engine.graph.matching import match
+from engine.graph.notation import parse_plan
 from engine.job import prepare_real
-from engine.matching import match
-from engine.notation import parse_plan
 from engine.plan import Plan, Program
-from engine.rules import SpecError
 from engine.simulate import simulate
-from engine.slow import Slow, slow_links, slow_ranks
 from engine.spec import Spec
 from tests.engine.test_relaxation import PLAIN, random_plan, relax, seconds_by_op
 

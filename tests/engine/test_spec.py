@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from engine.asking.faults import Fault, parse_fault
+from engine.asking.rules import RULES, SpecError, closest
+from engine.asking.settings import MODEL_DEFAULTS, applies
 from engine.cost.machine import MACHINES, machine
-from engine.faults import Fault, parse_fault
 from engine.job import prepare
-from engine.rules import RULES, SpecError, closest
 from engine.schedules.rules import SENTENCES
-from engine.settings import MODEL_DEFAULTS, applies
 from engine.spec import MODELS, MODES, Spec
 
 ROOT = Path(__file__).parents[2]
@@ -312,7 +312,8 @@ def test_sentences_read_as_a_person_would_say_them():
 
 
 def test_every_rule_that_a_spec_can_break_is_among_the_cases():
-    files = ("spec.py", "faults.py", "job.py", "checks.py", "checkpoints.py", "meshes.py", "frozen.py")
+    names = ("faults", "checks", "meshes", "frozen")
+    files = ["spec.py", "job.py", "checkpoints.py", *(f"asking/{name}.py" for name in names)]
     source = "".join((ROOT / "engine" / name).read_text() for name in files)
     raised = set(re.findall(r'SpecError\(\s*"(\w+)"', source)) | SENTENCES.keys()
     elsewhere = {"not_json", "no_file", "no_gpu", "more_ranks_than_gpus", "cannot_run_here", "planned_only"}  # below

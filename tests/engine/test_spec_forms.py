@@ -10,8 +10,8 @@ import random
 import pytest
 
 from engine import spec as spec_module
+from engine.asking.rules import SpecError
 from engine.cost.machine import MACHINES
-from engine.rules import SpecError
 from engine.spec import Spec, type_of
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from engine.asking.rules import SpecError
+from engine.asking.settings import MODE_MODELS
 from engine.predict import predict
-from engine.rules import SpecError
-from engine.settings import MODE_MODELS
 from engine.spec import MODES, Spec
 from tests import table
 from tests.engine.proof import planned

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.tables import each_rank
+from engine.cli.tables import each_rank
 
 
 @pytest.mark.parametrize(

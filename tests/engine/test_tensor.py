@@ -7,11 +7,11 @@ import functools
 import pytest
 
 from engine import modes
+from engine.asking.rules import SpecError
 from engine.cost.collectives import rounds_and_bytes
 from engine.job import Job, prepare
 from engine.plan import Op
 from engine.predict import predict
-from engine.rules import SpecError
 from engine.spec import Spec
 from engine.timeline import Timeline
 from tests.engine.proof import finished, holds

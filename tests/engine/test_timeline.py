@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow.parquet as pq
 import pytest
 
-from engine.rules import SpecError
+from engine.asking.rules import SpecError
 from engine.timeline import Span, Timeline
 
 

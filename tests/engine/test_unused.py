@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 
 from engine import modes
+from engine.asking.rules import SpecError
 from engine.job import prepare
 from engine.modes.ddp.buckets import buckets, filled_without
-from engine.rules import SpecError
 from engine.spec import Spec
 from tests.engine.proof import finished, holds
 

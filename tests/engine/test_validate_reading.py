@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from engine.rules import SpecError
+from engine.asking.rules import SpecError
 from engine.validate import words
 from engine.validate.case import case_of
 from engine.validate.rows import Unusable, parse, read

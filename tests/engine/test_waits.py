@@ -15,7 +15,7 @@ from engine.analysis.ran import NotJoined, Ran, measured, simulated
 from engine.analysis.shares import shares
 from engine.analysis.summary import of_run, summary
 from engine.analysis.words import NAMES, SENTENCES, largest, sentence
-from engine.notation import parse_plan
+from engine.graph.notation import parse_plan
 from engine.plan import COLLECTIVES, Plan, Program
 from engine.predict import predict
 from engine.simulate import simulate

@@ -1,10 +1,10 @@
 """Settings -> a predicted timeline; a few words -> one span; two small plans. For the tests of the figures."""
 
 from engine import modes
+from engine.asking.settings import DATA_MODES
 from engine.cost.machine import machine
 from engine.job import prepare
 from engine.plan import Mesh, Plan, Program
-from engine.settings import DATA_MODES
 from engine.simulate import simulate
 from engine.spec import Spec
 from engine.timeline import Span

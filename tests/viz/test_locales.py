@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from engine import archive, modes
-from engine.accuracy import REASONS
 from engine.analysis import words as waits
 from engine.analysis.idle import CAUSES
+from engine.asking.rules import RULES, SpecError
 from engine.cost.machine import MACHINES
+from engine.outcome.accuracy import REASONS
 from engine.plan import KINDS, PAYLOADS
-from engine.rules import RULES, SpecError
 from engine.spec import (
     ATTENTIONS,
     BALANCES,

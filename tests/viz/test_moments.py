@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine import modes
+from engine.asking.settings import MODE_MODELS
 from engine.lessons import BACKWARD, FORWARD, PASSES, Step
 from engine.plan import Op
-from engine.settings import MODE_MODELS
 from tests.viz.examples import all_reduce, compute, message, predicted
 from viz.figures.moments import told
 from viz.figures.moving import moving_picture

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from engine import modes
+from engine.asking.settings import DATA_MODES
 from engine.plan import Mesh, Op, Plan, Program
-from engine.settings import DATA_MODES
 from tests.viz.examples import TWO, predicted
 from viz.figures.moving import moving_picture
 from viz.figures.picture import picture_info

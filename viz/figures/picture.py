@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from engine.lessons import Step
+from engine.model.shapes import num_experts
 from engine.modes import FIRST_STEADY_STEP
 from engine.plan import Plan
-from engine.shapes import num_experts
 from engine.timeline import Timeline
 from viz import theme
 from viz.figures import words

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import networkx as nx
 
-from engine.columns import Ops
+from engine.graph.columns import Ops
 from engine.plan import Mesh, Plan
 
 WIDTH = 1000

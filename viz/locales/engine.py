@@ -12,10 +12,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 from engine import modes
-from engine.accuracy import REASONS
 from engine.analysis.words import name_of, object_of, sentence
+from engine.asking.rules import UNSET, SpecError
 from engine.lessons import Lesson
-from engine.rules import UNSET, SpecError
+from engine.outcome.accuracy import REASONS
 from engine.spec import Spec
 from viz.locales import DEFAULT, Catalogue, read
 

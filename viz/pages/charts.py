@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
-from engine import accuracy
 from engine.cost import calibration
 from engine.modes import FIRST_STEADY_STEP
+from engine.outcome import accuracy
 from engine.spec import Spec
 from engine.timeline import Timeline
 from viz import player

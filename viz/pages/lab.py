@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import streamlit as st
 
 from engine import archive, checkpoints
+from engine.asking.rules import SpecError
 from engine.job import prepare_real
 from engine.launch import Handle
-from engine.rules import SpecError
 from engine.schedules import given
 from engine.spec import Spec
 from engine.timeline import Timeline

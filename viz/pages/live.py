@@ -13,8 +13,8 @@ from pathlib import Path
 import streamlit as st
 
 from engine import archive, launch
+from engine.asking.rules import SpecError
 from engine.launch import Handle, Launcher, LauncherError, Progress
-from engine.rules import SpecError
 from engine.spec import Spec
 from viz.locales import Catalogue
 from viz.pages.state import Asked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from engine.settings import planned_only
+from engine.asking.settings import planned_only
 from viz.figures.words import show_bytes, show_seconds
 from viz.locales import Catalogue
 from viz.pages.prediction import Shown

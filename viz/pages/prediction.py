@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import streamlit as st
 
-from engine.fits import fits
+from engine.asking.rules import SpecError, closest
 from engine.predict import Prediction, predict
-from engine.rules import SpecError, closest
+from engine.search.fits import fits
 from engine.spec import Spec
 from viz.locales import LANGUAGES
 from viz.pages.state import FIELDS, Asked, param, write

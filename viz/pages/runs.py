@@ -10,7 +10,7 @@ from typing import Any
 import streamlit as st
 
 from engine import archive
-from engine.rules import SpecError
+from engine.asking.rules import SpecError
 from viz import locales
 from viz.locales import Catalogue
 from viz.pages.comparison import mark, show_comparison

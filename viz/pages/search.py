@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
+from engine.asking.rules import SpecError
 from engine.cost.machine import MACHINES
-from engine.rules import SpecError
 from engine.search import Search, report
 from engine.search.report import published_error
 from engine.spec import MAX_DEVICES, MODELS, Spec

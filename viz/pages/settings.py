@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 import streamlit as st
 
 from engine import modes
+from engine.asking.rules import SpecError
+from engine.asking.settings import CONTEXT_SETTINGS, MODE_MODELS, MODEL_AXES, MODEL_DATASETS, PIPELINE_SETTINGS
 from engine.cost.machine import MACHINES
 from engine.job import Job
-from engine.paced import NEVER_PACED
 from engine.plan import AXES
-from engine.rules import SpecError
-from engine.settings import CONTEXT_SETTINGS, MODE_MODELS, MODEL_AXES, MODEL_DATASETS, PIPELINE_SETTINGS
+from engine.scale_model.paced import NEVER_PACED
 from engine.spec import MODELS, MODES, parse_text, type_of
 from viz import locales
 from viz.locales import LANGUAGES, Catalogue

@@ -15,9 +15,9 @@ from typing import Any
 import streamlit as st
 
 from engine import schedules
+from engine.asking.rules import SpecError
+from engine.asking.settings import MODE_MODELS, MODE_SETTINGS, MODEL_DATASETS, applies
 from engine.job import prepare, prepare_real
-from engine.rules import SpecError
-from engine.settings import MODE_MODELS, MODE_SETTINGS, MODEL_DATASETS, applies
 from engine.spec import MODELS, MODES, Spec
 from viz import locales
 

@@ -11,7 +11,7 @@ from typing import Any
 import streamlit as st
 
 from engine.analysis import stragglers, traces
-from engine.rules import SpecError
+from engine.asking.rules import SpecError
 from viz import locales, player
 from viz.figures.late import plot_late
 from viz.locales import Catalogue

@@ -11,8 +11,8 @@ from typing import Any
 import streamlit as st
 
 from engine import archive, checkpoints
-from engine.paced import ratio
-from engine.settings import ONE_PROCESS_MODES
+from engine.asking.settings import ONE_PROCESS_MODES
+from engine.scale_model.paced import ratio
 from engine.spec import Spec
 from viz.figures.words import show_error
 from viz.locales import Catalogue

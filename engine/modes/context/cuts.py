@@ -18,15 +18,15 @@ from dataclasses import replace
 
 from engine.cost.kernels import of_part
 from engine.cost.machine import shares_cores
-from engine.decoder import attention_of
 from engine.job import Job
+from engine.model.decoder import attention_of
+from engine.model.shapes import Layer
 from engine.modes.context.deal import area, area_of_all
 from engine.modes.tensor.cuts import Cut, Way, names_in
 from engine.modes.tensor.pieces import decoder
 from engine.modes.tensor.plan import inside_of
 from engine.modes.tensor.shards import piece
 from engine.plan import Op
-from engine.shapes import Layer
 
 Hop = Callable[[str, Layer], Op]  # (payload, the piece that it is for) -> the message
 # What a rank has of a layer as it has of its tokens.

@@ -6,15 +6,15 @@ DDP's buckets go over the axis cp, and a bucket is full when the piece of a laye
 
 import dataclasses
 
-from engine import chain
 from engine.job import Job
+from engine.model import chain
+from engine.model.shapes import Layer
 from engine.modes.context.cuts import own_tokens, summed, ways
 from engine.modes.context.deal import span
 from engine.modes.ddp import plan as ddp
 from engine.modes.ddp.buckets import buckets
 from engine.modes.tensor.cuts import Cut, units
 from engine.plan import Mesh, Op, Plan, Program
-from engine.shapes import Layer
 
 
 def plan(job: Job, step: int) -> Plan:

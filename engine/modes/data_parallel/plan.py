@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from engine import chain
 from engine.job import Job
+from engine.model import chain
 from engine.plan import Mesh, Op, Plan, Program
 
 

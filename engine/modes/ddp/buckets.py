@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from engine.shapes import Layer
+from engine.model.shapes import Layer
 
 MIB = 1024 * 1024
 FIRST_BUCKET_MB = 1.0  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, used when the limit is the default one

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from engine.model.shapes import FP32, Layer
 from engine.modes.ddp.buckets import Bucket
-from engine.shapes import FP32, Layer
 from engine.spec import Spec
 
 FP16 = 2  # bytes

@@ -8,14 +8,14 @@ broadcast. A bucket is closed by the gradient that makes it reach its size limit
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from engine import chain
-from engine.branches import left_out
-from engine.frozen import trained
+from engine.asking.branches import left_out
+from engine.asking.frozen import trained
 from engine.job import Job
+from engine.model import chain
+from engine.model.shapes import Layer
 from engine.modes.ddp.buckets import Bucket, buckets, filled_without
 from engine.modes.ddp.compression import kept, pieces
 from engine.plan import Mesh, Op, Plan, Program
-from engine.shapes import Layer
 
 INT32 = 4  # bytes
 USED = "used parameters"

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.branches import left_out
+from engine.asking.branches import left_out
 from engine.job import Job
 from engine.modes.ddp.buckets import DEFAULT_BUCKET_MB
 from engine.modes.ddp.plan import INT32, USED

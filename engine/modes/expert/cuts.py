@@ -8,13 +8,13 @@ back from them, is the same in both: each of its tokens, `top_k` times.
 from collections.abc import Sequence
 
 from engine.job import Job
+from engine.model.shapes import Layer, num_experts
 from engine.modes.expert.pieces import INT64, pieces, routed
 from engine.modes.sequence import plan as sequence
 from engine.modes.tensor import plan as tensor
 from engine.modes.tensor.cuts import Cut, Way, names_in
 from engine.modes.tensor.shards import piece
 from engine.plan import Op
-from engine.shapes import Layer, num_experts
 
 EXPERTS = ".experts"
 

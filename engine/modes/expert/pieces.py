@@ -8,9 +8,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from engine.job import Job
+from engine.model.shapes import FP32, Layer, expert_kernels
 from engine.modes.tensor.pieces import decoder
 from engine.modes.tensor.shards import NORMED_ATTENTION, piece
-from engine.shapes import FP32, Layer, expert_kernels
 
 INT64 = 8  # bytes
 

@@ -1,7 +1,8 @@
 """A job under expert parallelism -> its plan: every block cut where its tokens travel to the experts and back."""
 
-from engine import chain
 from engine.job import Job
+from engine.model import chain
+from engine.model.shapes import Layer
 from engine.modes.ddp.buckets import DEFAULT_BUCKET_MB, buckets
 from engine.modes.ddp.plan import all_reduces, bucket_order
 from engine.modes.expert.cuts import EXPERTS, ways
@@ -9,7 +10,6 @@ from engine.modes.expert.shares import held, replicated
 from engine.modes.tensor.cuts import units
 from engine.modes.tensor.shards import piece
 from engine.plan import Mesh, Op, Plan, Program
-from engine.shapes import Layer
 
 
 def plan(job: Job, step: int) -> Plan:

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from engine.job import Job
+from engine.model.shapes import Layer, num_experts
 from engine.modes.tensor import shards
-from engine.shapes import Layer, num_experts
 
 
 def held(job: Job, place: int) -> tuple[Layer, ...]:

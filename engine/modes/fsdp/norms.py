@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 from engine.job import Job
+from engine.model.shapes import Layer
 from engine.modes.tensor.shards import partial, styles
 from engine.plan import Mesh
-from engine.shapes import Layer
 
 
 def norm_sums(job: Job, mesh: Mesh, layers: Iterable[Layer]) -> list[tuple[str, int]]:

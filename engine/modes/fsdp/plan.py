@@ -9,17 +9,17 @@ FSDP's BACKWARD_POST (`backward_prefetch` is False) asks for it behind the curre
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from engine import chain
+from engine.asking.frozen import trained
 from engine.cost.machine import shares_cores
-from engine.frozen import trained
 from engine.job import Job
+from engine.model import chain
+from engine.model.shapes import FP32, Layer
 from engine.modes.fsdp.norms import norm_sums
 from engine.modes.fsdp.replicas import replicas_of
 from engine.modes.fsdp.turns import most_whole, prefetched
 from engine.modes.fsdp.units import equal_ranks, gathered_bytes, padded_bytes, shard
 from engine.modes.tensor.shards import gradient_bytes
 from engine.plan import Mesh, Op, Plan, Program
-from engine.shapes import FP32, Layer
 
 Passes = Callable[[int, bool], list[Op]]  # micro-step, whether gradients are reduced -> forward and backward
 

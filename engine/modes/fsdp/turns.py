@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Sequence
 
-from engine.chain import Unit
+from engine.model.chain import Unit
 
 
 def prefetched(units: Sequence[Unit]) -> list[list[int]]:

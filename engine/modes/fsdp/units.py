@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from engine.shapes import Layer
+from engine.model.shapes import Layer
 
 
 def shard(layer: Layer, ranks: int, rank: int) -> Layer:

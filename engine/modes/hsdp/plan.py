@@ -1,7 +1,7 @@
 """A job under fully_shard on a mesh of replicas x shards -> its plan: FSDP in each group, and all-reduces across."""
 
-from engine import chain
 from engine.job import Job
+from engine.model import chain
 from engine.modes.fsdp.plan import gathering_twice
 from engine.plan import Mesh, Plan
 

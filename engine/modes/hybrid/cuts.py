@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from engine import chain
 from engine.job import Job
+from engine.model import chain
+from engine.model.shapes import FP32, Layer, num_experts
 from engine.modes.context import cuts as context
 from engine.modes.context.deal import span
 from engine.modes.expert import cuts as expert
@@ -24,7 +25,6 @@ from engine.modes.tensor.cuts import Blocks, Cut, Way, names_in, units
 from engine.modes.tensor.pieces import decoder
 from engine.modes.tensor.shards import piece
 from engine.plan import Mesh
-from engine.shapes import FP32, Layer, num_experts
 
 
 class Seat(NamedTuple):

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine import chain
 from engine.job import Job
+from engine.model import chain
+from engine.model.presets import family
 from engine.modes.context.cuts import own_tokens, summed
 from engine.modes.expert import plan as expert
 from engine.modes.fsdp.plan import passes_twice, shard_of, sharded_programs, sharing
@@ -19,7 +20,6 @@ from engine.modes.hybrid.cuts import Seat, held, seat_of, tokens_of, units_of
 from engine.modes.hybrid.stages import in_stages
 from engine.modes.tensor.shards import gradient_bytes
 from engine.plan import AXES, Mesh, Op, Plan, Program
-from engine.presets import family
 
 
 def plan(job: Job, step: int) -> Plan:

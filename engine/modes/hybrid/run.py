@@ -8,7 +8,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
+from engine.asking.settings import DATA_AXES
 from engine.job import Job
+from engine.model.presets import family
 from engine.modes.context.cuts import own_tokens
 from engine.modes.context.run import deal_out, look_around
 from engine.modes.expert.plan import all_ranks
@@ -20,14 +22,12 @@ from engine.modes.pipeline.run import Pipeline
 from engine.modes.sequence import run as sequence
 from engine.modes.tensor import run as tensor
 from engine.modes.tensor.run import TensorTraining, cut_layers, lay_out_gradients
-from engine.presets import family
 from engine.real import models
 from engine.real.data import Batches
 from engine.real.functional import announce
 from engine.real.layered_stage import LayeredStage
 from engine.real.meshes import Meshes
 from engine.real.training import Place, Training, forget_forward
-from engine.settings import DATA_AXES
 
 
 def training(job: Job, place: Place) -> Training:

@@ -10,8 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count, product
 
-from engine import chain, schedules
+from engine import schedules
 from engine.job import Job
+from engine.model import chain
+from engine.model.shapes import FP32, Layer
 from engine.modes.context.cuts import summed
 from engine.modes.fsdp.plan import gather, reduce, sharing
 from engine.modes.fsdp.replicas import is_shared
@@ -26,7 +28,6 @@ from engine.modes.tensor.shards import gradient_bytes
 from engine.plan import Mesh, Op, Program
 from engine.schedules import Action, given, messages
 from engine.schedules.gathers import add_gathers
-from engine.shapes import FP32, Layer
 
 Passes = dict[tuple[str, int], Sequence[Op]]  # (kind, stage) -> its ops
 

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from engine import chain
-from engine.frozen import goes_back
+from engine.asking.frozen import goes_back
 from engine.job import Job
+from engine.model import chain
 from engine.plan import Mesh, Op, Plan, Program
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engine.frozen import goes_back
+from engine.asking.frozen import goes_back
 from engine.job import Job
 from engine.modes.layer_split.plan import is_compiled
 from engine.real import models

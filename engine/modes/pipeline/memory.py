@@ -9,9 +9,9 @@ forward but one.
 
 from collections.abc import Sequence
 
-from engine.frozen import goes_back
+from engine.asking.frozen import goes_back
 from engine.job import Job
-from engine.shapes import Layer
+from engine.model.shapes import Layer
 
 
 def beside(job: Job, stages: Sequence[int], pipelines: list[range], ends: Sequence[Layer] = ()) -> dict[str, int]:

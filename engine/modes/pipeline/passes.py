@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine import chain
 from engine.cost import kernels
 from engine.job import Job
+from engine.model import chain
+from engine.model.shapes import Layer
 from engine.plan import Op
-from engine.shapes import Layer
 
 
 def samples_of(job: Job) -> int:

@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from engine import chain, schedules
-from engine.columns import Calls, Ops, unroll
-from engine.frozen import goes_back
+from engine import schedules
+from engine.asking.frozen import goes_back
+from engine.graph.columns import Calls, Ops, unroll
 from engine.job import Job
+from engine.model import chain
 from engine.modes.pipeline.memory import beside
 from engine.modes.pipeline.passes import forward_and_backward, passes_of, samples_of
 from engine.plan import Mesh, Op, Plan, Program

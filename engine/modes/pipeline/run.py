@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup, pipelining
 
-from engine.frozen import goes_back
+from engine.asking.frozen import goes_back
 from engine.job import Job
 from engine.modes.pipeline.passes import recomputes, samples_of
 from engine.real import models

@@ -10,12 +10,12 @@ import math
 from collections.abc import Sequence
 
 from engine.job import Job
+from engine.model.shapes import Layer
 from engine.modes.tensor.cuts import Cut, collective
 from engine.modes.tensor.pieces import decoder, loss, with_loss
 from engine.modes.tensor.plan import assemble, inside_of, names_of
 from engine.modes.tensor.shards import ATTENTION, piece
 from engine.plan import Plan
-from engine.shapes import Layer
 
 
 def plan(job: Job, step: int) -> Plan:

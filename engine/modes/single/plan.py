@@ -1,7 +1,7 @@
 """A job on one device -> its plan: load, forward, backward, optimizer; nothing is communicated."""
 
-from engine import chain
 from engine.job import Job
+from engine.model import chain
 from engine.plan import Mesh, Plan, Program
 
 

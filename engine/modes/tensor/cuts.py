@@ -4,10 +4,10 @@ import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 
-from engine import chain
 from engine.job import Job
+from engine.model import chain
+from engine.model.shapes import Layer
 from engine.plan import Op
-from engine.shapes import Layer
 
 Cut = list[Layer | Op]  # pieces of a layer, and the collectives between them, for one sample
 Way = Callable[[Job, Layer], Cut]  # forward or backward through a layer

@@ -4,11 +4,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from engine.decoder import Decoder
 from engine.job import Job
+from engine.model.decoder import Decoder
+from engine.model.shapes import FP32, Layer
 from engine.modes.tensor.cuts import Cut, collective
 from engine.modes.tensor.shards import MLP, NORMED_ATTENTION, piece
-from engine.shapes import FP32, Layer
 
 
 def loss(job: Job, layer: Layer, normed: int) -> Cut:

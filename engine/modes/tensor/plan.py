@@ -8,8 +8,9 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from engine import chain
 from engine.job import Job
+from engine.model import chain
+from engine.model.shapes import Layer, num_experts
 from engine.modes.expert.pieces import mixture
 from engine.modes.tensor.cuts import Cut, Way, collective, names_in, units
 from engine.modes.tensor.pieces import (
@@ -24,7 +25,6 @@ from engine.modes.tensor.pieces import (
 )
 from engine.modes.tensor.shards import gradient_bytes, held, partial, piece, style_of, styles
 from engine.plan import Mesh, Op, Plan, Program
-from engine.shapes import Layer, num_experts
 
 
 def plan(job: Job, step: int) -> Plan:

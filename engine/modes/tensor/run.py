@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from engine.job import Job
+from engine.model.shapes import num_experts
 from engine.modes.tensor.plan import parts
 from engine.modes.tensor.shards import styles
 from engine.real import models
@@ -21,7 +22,6 @@ from engine.real.data import Batches
 from engine.real.experts import SharedExperts
 from engine.real.functional import announce
 from engine.real.training import LocalTraining, Place
-from engine.shapes import num_experts
 
 LOGITS = {"output_layouts": Shard(-1), "use_local_output": False}  # stay cut by tokens of the vocabulary, for the loss
 

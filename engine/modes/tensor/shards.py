@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from engine.asking.settings import TOKEN_MODELS
 from engine.job import Job
-from engine.settings import TOKEN_MODELS
-from engine.shapes import Layer
+from engine.model.shapes import Layer
 
 # By the last word of a module's name, so that experts, and what they share, are cut as an MLP is.
 BLOCK = {"qkv": "column", "proj": "row", "gate": "column", "up": "column", "down": "row"}

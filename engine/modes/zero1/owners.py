@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.shapes import Layer
+from engine.model.shapes import Layer
 
 
 @dataclass(frozen=True, slots=True)

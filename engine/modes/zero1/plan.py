@@ -2,13 +2,13 @@
 
 import dataclasses
 
-from engine import chain
-from engine.frozen import trained
+from engine.asking.frozen import trained
 from engine.job import Job
+from engine.model import chain
+from engine.model.shapes import FP32, Layer
 from engine.modes.ddp import plan as ddp
 from engine.modes.zero1.owners import Owned, owners
 from engine.plan import Op, Plan, Program
-from engine.shapes import FP32, Layer
 
 # An owner of nothing broadcasts one number in fp32 all the same (ZeroRedundancyOptimizer._build_param_buckets).
 NOTHING = FP32

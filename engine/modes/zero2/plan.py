@@ -2,8 +2,8 @@
 
 import itertools
 
-from engine import chain
 from engine.job import Job
+from engine.model import chain
 from engine.modes.fsdp.plan import forward, reduce, sharded
 from engine.modes.fsdp.units import gathered_bytes
 from engine.plan import Mesh, Op, Plan

@@ -1,0 +1,1 @@
+"""What a person may ask for -> checked, or refused with the rule."""

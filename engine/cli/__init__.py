@@ -1,0 +1,1 @@
+"""Words on a command line -> work, and tables for people at a terminal."""

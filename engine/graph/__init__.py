@@ -1,0 +1,1 @@
+"""A plan -> its other forms, and what waits for what in it."""

@@ -1,0 +1,1 @@
+"""A model's name and sizes -> its layers, and what each of them computes and keeps."""

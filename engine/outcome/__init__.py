@@ -1,0 +1,1 @@
+"""What was planned and what was measured -> what a run came to."""

@@ -1,0 +1,126 @@
+"""A prediction -> whether it fits into its machine's memory; and if not which rank lacks how much, and what would fit.
+
+What would make it fit is tried, not guessed: every change of settings below is planned anew, and those whose fullest
+rank fits are simulated. Where none does, the one that leaves the fullest rank least is kept, and another sought
+beside it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from engine import modes
+from engine.asking.rules import SpecError
+from engine.asking.settings import DATA_MODES, MODE_SETTINGS, degree
+from engine.cost.held import memory_of
+from engine.cost.memory import CATEGORIES
+from engine.job import prepare
+from engine.predict import Prediction, predict
+from engine.spec import Spec
+
+TOGETHER = 4  # changes at most
+MICROSTEPS = 3  # the first, the last, and one of those between, which are alike: more hold no more
+FOUND = 4  # that fit, and are simulated
+
+Change = dict[str, Any]
+
+
+def fits(prediction: Prediction, *, suggest: bool = True) -> dict[str, Any]:
+    """`fits` is None where the machine's memory is not known. `category`: what takes most on the fullest rank."""
+    simulation, capacity = prediction.simulation, prediction.machine.memory_size
+    peaks = simulation.peak_memory
+    fullest = max(range(len(peaks)), key=peaks.__getitem__)
+    held = simulation.memory[fullest]
+    rank = int(simulation.graph.representative[fullest])
+    found: dict[str, Any] = {"capacity": capacity, "rank": rank, "peak": peaks[fullest]}
+    found["category"] = max(CATEGORIES, key=held.__getitem__)
+    found["fits"] = None if capacity is None else peaks[fullest] <= capacity
+    if found["fits"] is not False:
+        return found
+    sizes = zip(peaks, simulation.graph.num_ranks, strict=True)
+    found["over"] = peaks[fullest] - capacity
+    found["ranks_over"] = int(sum(number for peak, number in sizes if peak > capacity))
+    found["would_fit"] = would_fit(prediction.job.spec, capacity, prediction.dilation or 1.0) if suggest else []
+    return found
+
+
+def would_fit(spec: Spec, capacity: int, dilation: float = 1.0) -> list[dict[str, Any]]:
+    """The nearest settings that fit, the fastest first: what is changed (null: left open), bytes of the fullest rank,
+    seconds of a step, those of a scale model `dilation` times as long. Empty where none of those tried does."""
+    spec, kept = spec.with_(paced=None, dilation=None), {}
+    found: list[tuple[Change, Spec, int]] = []
+    for _ in range(TOGETHER):
+        least, best = math.inf, None
+        for change in _changes(spec.with_(**kept)):
+            try:
+                changed = spec.with_(**kept | change)
+                peak = _fullest(changed)
+            except SpecError:
+                continue  # a combination that does not work is none to suggest
+            if peak <= capacity:
+                found.append((kept | change, changed, peak))
+            if peak < least:
+                least, best = peak, change
+        if found or best is None:
+            break
+        kept |= best
+    out = []
+    for change, changed, peak in found[:FOUND]:
+        out.append({"settings": change, "peak_memory": peak, "step_time": dilation * predict(changed).step_time})
+    return sorted(out, key=lambda one: one["step_time"])
+
+
+def _fullest(spec: Spec) -> int:
+    """Bytes at most on any rank."""
+    job = prepare(spec)
+    if job.microsteps > MICROSTEPS:
+        fewer = spec.global_batch // job.microsteps * MICROSTEPS
+        job = prepare(spec.with_(accumulate=MICROSTEPS, global_batch=fewer))
+    plan = modes.plan(job, modes.FIRST_STEADY_STEP)
+    return max(sum(memory_of(program)[0].values()) for program in plan.programs)
+
+
+def _changes(spec: Spec) -> Iterator[Change]:
+    """Each by itself, those that cost least first; what a change of degrees decides anew is left open."""
+    yield from _of_options(spec)
+    yield from _of_layout(spec)
+
+
+def _of_options(spec: Spec) -> Iterator[Change]:
+    has = MODE_SETTINGS[spec.mode]
+    replicas = degree(spec, "dp") * degree(spec, "cp")
+    if spec.master_weights and spec.mode == "hybrid" and replicas > 1 and not spec.share_optimizer:
+        yield {"share_optimizer": True}
+    if "sequence_parallel" in has and degree(spec, "tp") > 1 and not spec.sequence_parallel:
+        yield {"sequence_parallel": True}
+    for times in (2, 4, 8):
+        if spec.microbatches:
+            yield {"microbatches": spec.microbatches * times}
+        elif "accumulate" in has:
+            yield {"accumulate": (spec.accumulate or 1) * times}
+    if "recompute" in has:
+        kinds = {None: ("selective", "full"), "none": ("selective", "full"), "selective": ("full",)}
+        yield from ({"recompute": kind} for kind in kinds.get(spec.recompute, ()))
+
+
+def _of_layout(spec: Spec) -> Iterator[Change]:
+    if spec.mode in ("ddp", "zero1", "zero2", "local_sgd"):
+        has = MODE_SETTINGS["fsdp"]
+        yield {"mode": "fsdp"} | {name: None for name in MODE_SETTINGS[spec.mode] if name not in has}
+    if spec.mode == "single":
+        each = spec.global_batch
+        yield from ({"mode": "fsdp", "devices": number, "global_batch": number * each} for number in (2, 4, 8))
+    if spec.mode in DATA_MODES and spec.mode not in ("local_sgd", "expert"):
+        more = ({"devices": spec.devices * times} for times in (2, 4, 8))
+        yield from (change | {"global_batch": spec.global_batch * change["devices"] // spec.devices} for change in more)
+    if spec.mode != "hybrid":
+        return
+    split = {"split": None}
+    if spec.dp > 1:
+        yield {"fsdp": spec.fsdp * spec.dp, "dp": 1}
+    for axis, times in itertools.product(("tp", "pp"), (2, 4)):
+        if spec.dp % times == 0:
+            yield {axis: degree(spec, axis) * times, "dp": spec.dp // times} | split
