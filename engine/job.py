@@ -20,13 +20,11 @@ from engine.asking.checks import (
     check_compression,
     check_fault,
     check_mode,
-    check_rendezvous,
-    nearest,
-    pipelines,
 )
 from engine.asking.faults import parse_fault
 from engine.asking.meshes import fill_degrees, splits, told
-from engine.asking.rules import SpecError
+from engine.asking.pipeline_checks import check_rendezvous, pipelines
+from engine.asking.rules import SpecError, nearest
 from engine.asking.settings import (
     DATA_MODES,
     DEFAULT_STEPS,

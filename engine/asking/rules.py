@@ -221,3 +221,8 @@ def closest(name: str, known: typing.Iterable[str]) -> list[str]:
     known = list(known)
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return near or (known if len(known) <= 16 else [])
+
+
+def nearest(good: list[int], value: int, count: int = 3) -> list[int]:
+    """The values of `good` nearest to `value`, in rising order."""
+    return sorted(sorted(good, key=lambda g: (abs(g - value), g))[:count])

@@ -312,7 +312,7 @@ def test_sentences_read_as_a_person_would_say_them():
 
 
 def test_every_rule_that_a_spec_can_break_is_among_the_cases():
-    names = ("faults", "checks", "meshes", "frozen")
+    names = ("faults", "checks", "pipeline_checks", "meshes", "frozen")
     files = ["spec.py", "job.py", "checkpoints.py", *(f"asking/{name}.py" for name in names)]
     source = "".join((ROOT / "engine" / name).read_text() for name in files)
     raised = set(re.findall(r'SpecError\(\s*"(\w+)"', source)) | SENTENCES.keys()
