@@ -7,7 +7,7 @@ where it would decide the result, the row is not used.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from engine.validate import words
@@ -92,10 +92,6 @@ def case_of(row: Row) -> Case:
     layout |= _schedule(row, layout["pp"], batch["microbatches"], inferred)
     texts = _texts(row, layout, inferred)
     return Case(row=row, **shape, **layout, **batch, **texts, inferred=tuple(inferred))
-
-
-def with_inferred(case: Case, *more: str) -> Case:
-    return replace(case, inferred=(*case.inferred, *more))
 
 
 def _strict(row: Row) -> None:

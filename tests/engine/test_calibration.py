@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 from engine.asking.rules import SpecError
-from engine.calibration import calibrate
-from engine.calibration.calibrate import Measured, Measuring, Part, curves, mean_step, speeds
 from engine.calibration.calibrated import Arrival, Call, Sample, arrivals, costs, line, scale, unevenness
 from engine.cost import calibration
 from engine.cost.calibration import (
@@ -306,21 +304,6 @@ def test_calls_of_two_ranks_are_paired_lane_by_lane():
     assert [*arrivals([one])] == []
 
 
-def test_a_core_is_as_fast_as_what_all_do_on_it():
-    """Alone 10 steps a second; two cores do 18, and 16 while four processes take turns."""
-    four = [{"1": 10.0, "2": 9.0, "4": 4.0}, {"2": 9.0, "4": 4.0}, {"4": 5.0}, {"4": 3.0}]
-    assert speeds(four, 2) == (pytest.approx(0.9), pytest.approx(0.8))
-    # More than alone, or crowded more than each on its own, is noise.
-    assert speeds([{"1": 10.0, "2": 11.0, "4": 6.0}, {"2": 11.0, "4": 6.0}], 2) == (1.0, 0.6)
-
-
-def test_how_fast_a_machine_was_is_the_mean_over_all_that_was_measured():
-    alone = [{"step_seconds": [0.01, 0.04]}], [{"step_seconds": [0.07]}]
-    shared = [{"step_seconds": [0.05, 0.06]}, {"step_seconds": [0.07, 0.10]}]
-    found = mean_step([(1, alone[0]), (2, shared), (1, alone[1])])
-    assert found == {"1": pytest.approx(0.04), "2": pytest.approx(0.07)}
-
-
 def test_a_machine_is_slower_by_what_the_same_takes_in_as_many_processes():
     assert MADE.slower(1, 0.05) == pytest.approx(2.0)
     assert MADE.slower(2, 0.02) == pytest.approx(0.5)
@@ -329,31 +312,6 @@ def test_a_machine_is_slower_by_what_the_same_takes_in_as_many_processes():
 
 
 # GPUs
-
-
-def parts_of(gpus: int, monkeypatch) -> list[Part]:
-    monkeypatch.setattr(calibrate, "count_gpus", lambda: gpus)
-    return [part for part in Measuring()._parts(2, [1, 2]) if part.asked["device"] == "cuda"]
-
-
-def test_gpus_are_measured_where_there_are_any_and_nccl_where_there_are_several(monkeypatch):
-    assert parts_of(0, monkeypatch) == []
-    assert [(part.name, part.processes) for part in parts_of(1, monkeypatch)] == [("gpu_rates", 1)]
-    eight = parts_of(8, monkeypatch)
-    assert [part.processes for part in eight] == [1, 2, 8]
-    assert ["send" in part.asked["kinds"] for part in eight[1:]] == [True, False]
-
-
-def test_a_device_that_is_waited_for_says_of_a_call_when_it_began_and_ended():
-    """Two ranks reduce: the second is called 3 ns later, and done at 19. A message is there at 7, from a call at 2."""
-    from engine.real.calibration import of_device
-
-    reduced = [{"all_reduce/64": {"busy": 1.0, "calls": of_device([mark], [None])}} for mark in ((0, 18), (3, 19))]
-    assert curves(reduced, 2) == {"all_reduce/2": ((64.0, pytest.approx(16e-9), 2.0),)}
-    sent = [
-        {"send/64": {"busy": 0.5, "calls": of_device([mark], [half])}} for mark, half in (((2, 12), 6), ((1, 11), 7))
-    ]
-    assert curves(sent, 2) == {"send/2": ((64.0, pytest.approx(5e-9), 1.0),)}
 
 
 def test_a_job_on_gpus_is_predicted_by_what_was_measured_of_them(monkeypatch):
@@ -377,44 +335,3 @@ def test_a_job_on_gpus_is_predicted_by_what_was_measured_of_them(monkeypatch):
     # Where none were measured, there is nothing else to predict with.
     monkeypatch.setattr(calibration, "find", lambda: calibration.Found(MADE, "calibrated", None))
     assert machine("local", "cuda") == machine("local")
-
-
-def test_cores_that_others_kept_busy_are_those_that_no_rank_used(tmp_path):
-    for rank, busy in ((0, 7.0), (1, 7.5)):
-        spent = {"seconds": 2.0, "used": 1.5, "busy": busy}
-        (tmp_path / f"rank{rank}.found.json").write_text(json.dumps({"found": {}, "spent": spent}))
-    assert Measured.of(Part("links2", 2, {}, 1), tmp_path).others == pytest.approx((7.0 - 3.0) / 2.0)
-
-
-@pytest.mark.parametrize(("each", "wanted"), [((0.0,), [0.0]), ((9.0, 1.0), [1.0]), ((9.0, 10.0), [9.0])])
-def test_what_others_disturbed_is_measured_once_more_and_the_calmer_one_kept(monkeypatch, each, wanted):
-    parts, left = [Part("links2", 2, {}, 1)], [*each]
-
-    def measure(self, part, folder, launcher, tell):
-        return Measured(part, folder, [], 1.0, left.pop(0))
-
-    monkeypatch.setattr(Measuring, "_parts", lambda *_: parts)
-    monkeypatch.setattr(Measuring, "_measure", measure)
-    monkeypatch.setattr(Measuring, "_calibration", lambda self, found, began: [one.others for one in found])
-    monkeypatch.setattr(calibrate.Launcher, "warm", lambda self: None)
-    assert Measuring().run() == wanted and not left
-
-
-def test_a_collective_takes_from_its_last_start_to_its_last_end():
-    """By hand: two calls of two ranks, 300 and 500 ns; 0.5 and 1 cores busy."""
-    calls = ([[[0, 650], [0, 600]], [[900, 1800], [1000, 1700]]], [[[0, 550], [300, 500]], [[900, 1700], [1200, 1600]]])
-    found = [{"all_reduce/64": {"busy": busy, "calls": c}} for busy, c in zip((0.5, 1.0), calls, strict=True)]
-    assert curves(found, 2) == {"all_reduce/2": ((64.0, pytest.approx(400e-9), 1.5),)}
-
-
-def test_a_smaller_tensor_takes_no_longer_than_a_larger_one():
-    sizes = {64: 900, 128: 200, 256: 400}
-    found = [{f"all_reduce/{n}": {"busy": 1.0, "calls": [[[0, t], [0, t]]]} for n, t in sizes.items()}] * 2
-    assert [point[1] for point in curves(found, 2)["all_reduce/2"]] == pytest.approx([200e-9, 200e-9, 400e-9])
-
-
-def test_a_message_takes_from_its_send_to_the_end_of_its_receive():
-    """Called at 100, there at 350 ns, though it was seen to be sent at 400 only."""
-    ends = ([[[100, 900], [400, 410], [420, 700]]], [[[0, 650], [10, 350], [500, 600]]])
-    found = [{"send/64": {"busy": 0.5, "calls": calls}} for calls in ends]
-    assert curves(found, 2) == {"send/2": ((64.0, pytest.approx(250e-9), 1.0),)}

@@ -13,6 +13,7 @@ from viz import locales, theme
 from viz.figures.validated import plot_set_errors, plot_validated, points_of, set_errors, validated_info
 from viz.locales import LANGUAGES
 from viz.locales.engine import phrase
+from viz.pages.validated import amounts
 
 TEXT = locales.text("en")
 
@@ -119,3 +120,13 @@ def test_every_device_of_the_catalogue_has_a_generation_and_generations_are_told
     assert {theme.generation(name) for name in DEVICES} <= theme.GENERATIONS.keys()
     assert len({look.colour for look in theme.GENERATIONS.values()}) == len(theme.GENERATIONS)
     assert len({look.shape for look in theme.GENERATIONS.values()}) == len(theme.GENERATIONS)
+
+
+def test_a_target_that_is_missed_by_little_does_not_look_as_if_met():
+    text = locales.text("en")
+    told = [
+        amounts({"aim": "dense", "value": v, "limit": 0.08, "met": v <= 0.08}, text) for v in (0.0801, 0.0803, 0.09)
+    ]
+    assert [value.replace("\u00a0", " ") for value, _ in told] == ["8.01 %", "8.03 %", "9.0 %"]
+    shown = [(aim["met"], *amounts(aim, text)) for aim in read().report["targets"]]
+    assert all(met or value != limit for met, value, limit in shown)

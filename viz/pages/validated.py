@@ -132,19 +132,27 @@ def _show_targets(kept: Kept, text: Catalogue) -> None:
         lines.append([
             badge.format(text("validated.met" if aim["met"] else "validated.missed")),
             text(f"validated.aim.{aim['aim']}", set=f"`{aim['set']}`"),
-            _amount(aim["aim"], aim["value"], text),
-            _amount(aim["aim"], aim["limit"], text),
+            *amounts(aim, text),
             _why(aim, text),
         ])  # fmt: skip
     _table(["", *heads], lines, "llrrl", key="validated-targets")
 
 
-def _amount(aim: str, value: float, text: Catalogue) -> str:
+def amounts(aim: Mapping[str, Any], text: Catalogue) -> tuple[str, str]:
+    """What a target came to, and its limit: with so many digits that one which is missed does not look as if met."""
+    for more in range(6):
+        value, limit = (_amount(aim["aim"], aim[name], more, text) for name in ("value", "limit"))
+        if aim["met"] or value != limit:
+            break
+    return value, limit
+
+
+def _amount(aim: str, value: float, more: int, text: Catalogue) -> str:
     if aim == "order":
         return str(value)
     if aim == "scaling":
-        return text("validated.in_points", value=f"{value:.1f}")
-    return f"{value:.2f}" if aim == "floor" else percent(value)
+        return text("validated.in_points", value=f"{value:.{1 + more}f}")
+    return f"{value:.{2 + more}f}" if aim == "floor" else percent(value, digits=1 + more)
 
 
 def _why(aim: Mapping[str, Any], text: Catalogue) -> str:
@@ -260,11 +268,11 @@ def _list(told: Mapping[str, Sequence[str]]) -> None:
     st.markdown("\n".join(f"- `{name}`: {escape('; '.join(said))}" for name, said in told.items() if said))
 
 
-def percent(value: float | None, *, signed: bool = False) -> str:
+def percent(value: float | None, *, signed: bool = False, digits: int = 1) -> str:
     """Not broken over two lines."""
     if value is None:
         return NOTHING
-    return show_error(value, 1) if signed else f"{100 * value:.1f}\u00a0%"
+    return show_error(value, 1) if signed else f"{100 * value:.{digits}f}\u00a0%"
 
 
 def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], sides: str, key: str) -> None:
