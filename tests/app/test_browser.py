@@ -33,6 +33,8 @@ def test_a_first_visit(tab: NewTab):
     """The picture is above the fold and nobody else is asked; it plays; settings, link, back and language work."""
     lab = tab().open().settle()
     page = lab.page
+    beside_mark = "getComputedStyle(document.querySelector('.stLogo').parentElement, '::after').content"
+    assert page.evaluate(beside_mark) == '"Lockstep"'
     box = page.locator(".ls-stage").bounding_box()
     assert 0 < box["y"] < 450  # of 900 pixels
     assert page.locator(".ls-title").all_text_contents() == ["rank 0", "rank 1"]
