@@ -30,8 +30,9 @@ from engine.archive import read_json, write_json
 from engine.asking.settings import ONE_PROCESS_MODES
 from engine.job import prepare
 from engine.real import cores, speed, worker
+from engine.real.events import communications
 from engine.real.parity import Parity
-from engine.real.recorder import Recorder, communications
+from engine.real.recorder import Recorder
 from engine.real.targets import Targets
 from engine.real.training import Place, mark_updates
 from engine.spec import Spec

@@ -43,7 +43,7 @@ class _Noted:
     """An asynchronous all-reduce, as far as the hook uses it: `.get_future().wait()`."""
 
     def __init__(self, dist: Any, tensor: torch.Tensor, how: dict[str, Any], recorder: Recorder):
-        self._recorder, self._size, self._began = recorder, tensor.nbytes, recorder.now()
+        self._recorder, self._size, self._began = recorder, tensor.nbytes, recorder.moment()
         self._future = dist.all_reduce(tensor, **how).get_future()
 
     def get_future(self) -> _Noted:
@@ -55,7 +55,7 @@ class _Noted:
         recorder.mark(
             "all_reduce",
             self._began,
-            recorder.now(),
+            recorder.moment(),
             microbatch=recorder.microbatch,
             payload="gradient",
             size=self._size,

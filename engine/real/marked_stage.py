@@ -23,14 +23,14 @@ class MarkedStage(PipelineStage):
     def begin_forward(self, chunk: int) -> None:
         self.chunk = self.first + chunk
         self.recorder.pace.begin("forward", self.stage_index, self.chunk)
-        self.forward_began = self.recorder.now()
+        self.forward_began = self.recorder.moment()
         self.recorder.doing = f"forward of microbatch {self.chunk}"
 
     def end_forward(self) -> None:
         """On the last stage the loss counts as the end of the forward, so its loss function calls this."""
         self.recorder.pace.complete("forward", self.stage_index, self.chunk)
         self.recorder.mark(
-            "forward", self.forward_began, self.recorder.now(), stage=self.stage_index, microbatch=self.chunk
+            "forward", self.forward_began, self.recorder.moment(), stage=self.stage_index, microbatch=self.chunk
         )
 
     def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):

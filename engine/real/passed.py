@@ -17,13 +17,13 @@ class Pass:
     def __init__(self, recorder: Recorder, stage: int, rank: int | None, microbatch: int):
         self.recorder, self.where = recorder, {"stage": stage, "microbatch": microbatch, "rank": rank}
         self.kind = "backward"  # of the way back, or a half of it
-        self.forward: dict[str, list[int]] = {}  # layer: begin, end (ns)
+        self.forward: dict[str, list[int]] = {}  # layer: begin, end (moments)
         self.stopped: set[str] = set()  # layers through which nothing goes back: none up to them is trained
         self.gradients: dict[str, int] = {}  # layer, or "input": when the gradient of its output became known
         self.own_ends: dict[str, int] = {}  # layer: when its backward ended, where something else follows it
-        self.recomputed: dict[str, list[int]] = {}  # layer: begin, end (ns)
+        self.recomputed: dict[str, list[int]] = {}  # layer: begin, end (moments)
         self.backward_began = self.backward_ended = 0
-        self.waits: list[tuple[int, int]] = []  # from a collective's call to its result (ns), in order
+        self.waits: list[tuple[int, int]] = []  # from a collective's call to its result, in order
         self.layer = ""
         self.recomputing, self.given = False, ()
         self.at = (stage, microbatch)
@@ -34,11 +34,11 @@ class Pass:
         self.layer = layer
         self.recorder.doing = f"forward {layer}"
         self._enter("forward", layer)
-        self.forward[layer] = [self.recorder.now(), 0]
+        self.forward[layer] = [self.recorder.moment(), 0]
 
     def end_forward(self) -> None:
         self.pause()  # of the last layer this is asked twice: its loss counts as its end
-        self.forward[self.layer][1] = self.recorder.now()
+        self.forward[self.layer][1] = self.recorder.moment()
 
     @property
     def ways_back(self) -> list[str]:
@@ -47,14 +47,14 @@ class Pass:
 
     def begin_backward(self) -> None:
         self.recorder.go_back(self)
-        self.recomputed: dict[str, list[int]] = {}  # layer: begin, end (ns)
+        self.recomputed: dict[str, list[int]] = {}  # layer: begin, end (moments)
         self._enter(self.kind, self.layer)
-        self.backward_began = self.recorder.now()
+        self.backward_began = self.recorder.moment()
 
     def end_backward(self) -> None:
         for first in self.ways_back[:1]:
             self._leave(self.kind, first)
-        self.backward_ended = self.recorder.now()
+        self.backward_ended = self.recorder.moment()
 
     def gradient_of(self, layer: str) -> None:
         """What comes after the way back, in a later half of it, does not count."""
@@ -62,12 +62,12 @@ class Pass:
             return
         if self.recorder.pace.active:
             self._take_turns(layer)
-        self.gradients[layer] = self.recorder.now()
+        self.gradients[layer] = self.recorder.moment()
 
     def end_backward_of(self, layer: str) -> None:
         if not self.backward_ended:
             self._leave(self.kind, layer)
-            self.own_ends[layer] = self.recorder.now()
+            self.own_ends[layer] = self.recorder.moment()
 
     @property
     def payload(self) -> str:
@@ -79,12 +79,12 @@ class Pass:
         self.recorder.doing = f"recompute {layer}"
         self.waited_before = self.piece
         self._enter("recompute", layer)
-        self.recomputed[layer] = [self.recorder.now(), 0]
+        self.recomputed[layer] = [self.recorder.moment(), 0]
         self.recomputing, self.given = True, given
 
     def end_recompute(self, layer: str) -> None:
         self._leave("recompute", layer)
-        self.recomputed[layer][1] = self.recorder.now()
+        self.recomputed[layer][1] = self.recorder.moment()
         self.recomputing, self.given = False, ()
         self._enter(self.kind, layer, self.waited_before)
 

@@ -2,27 +2,27 @@
 
 Compute ops are marked by the code that calls them. Communication is seen by torch's profiler limited to user scope:
 it skips every aten op and keeps each gloo operation with its true start and end on the thread that ran it, and the
-shape and type of its tensor, whoever called it. Both clocks count nanoseconds of Unix time.
+shape and type of its tensor, whoever called it. Both clocks count nanoseconds of Unix time. On a GPU marks are events
+of the device (`clock.py`), and NCCL's operations what their kernels took on it (`events.py`).
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import math
 import time
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
 
-from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
+from torch._C._profiler import ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
 from torch.autograd.profiler import _disable_profiler, _enable_profiler, _prepare_profiler, record_function
 
 from engine.plan import Mesh, Op, lane_of
+from engine.real.clock import DeviceClock, HostClock
+from engine.real.events import COALESCED, Event, communications
 from engine.real.paced import Pace, Unpaced
 from engine.real.passed import Pass
 from engine.timeline import NONE, Span
@@ -33,30 +33,12 @@ WINDOW = 1.0  # seconds
 ENCODER = json.JSONEncoder(separators=(",", ":"))
 CALLED = "lockstep::calls"  # the mark around collectives that were said to come
 
-# Bytes of an item, by the name that the profiler gives its type.
-ITEM_BYTES = {
-    "float": 4, "double": 8, "int": 4, "long": 8, "long int": 8, "unsigned char": 1, "signed char": 1, "bool": 1,
-    "c10::Half": 2, "c10::BFloat16": 2, "short": 2, "char": 1,
-}  # fmt: skip
-
-
 # How a backend may carry out a collective: gloo's reduce_scatter is an all_reduce (pytorch#149869).
 CARRIED_OUT = {"reduce_scatter": ("reduce_scatter", "all_reduce")}
 
 
 # What is announced is the same in every step, and to look an op up takes a tenth of making it.
 _op = functools.lru_cache(maxsize=4096)(Op)
-
-
-class Event(NamedTuple):
-    """One communication that the profiler saw."""
-
-    kind: str  # all_reduce, send, ...
-    start: int  # ns
-    end: int  # ns
-    bytes: int
-    inside: tuple[str, ...] = ()  # PyTorch's own marks around its start, outermost first
-    whole: bool = False  # its numbers are whole ones of four bytes
 
 
 class Recorder:
@@ -69,8 +51,12 @@ class Recorder:
     layer is cut, and `parts(kind, layer)` names its pieces in order.
     """
 
-    def __init__(self, path: Path, rank: int, origin: int, *, enabled: bool = True):
+    def __init__(
+        self, path: Path, rank: int, origin: int, *, enabled: bool = True, clock: HostClock | DeviceClock | None = None
+    ):
         self.path, self.rank, self.origin, self.enabled = path, rank, origin, enabled
+        self.clock = clock or HostClock()
+        self.moment = self.clock.moment  # of a mark; `now` is the host's
         self.label: Callable[[str], tuple[str, str]] = lambda kind: ("dp", "gradient")
         self.parts: Callable[[str, str], tuple[str, ...]] = lambda kind, layer: (layer,)
         self._pieces: dict[tuple[str, str], tuple[str, ...]] = {}
@@ -87,17 +73,18 @@ class Recorder:
         self._profiling = False
         self._window_began = 0.0
         self._steps: list[tuple[int, int, int]] = []  # step, begin, end (ns)
-        self._marks: list[Span] = []
+        self._marks: list[Span] = []  # of the step that goes on, from moment to moment
+        self._told: list[Span] = []  # of those before (ns)
         self._passes: list[Pass] = []
         self._passing: Pass | None = None  # the one that goes on
-        self._messages: list[tuple[int, Op]] = []
+        self._messages: list[tuple[int, int, Op]] = []  # step, when it was announced (ns), what it is
         self._collectives: list[tuple[int, int, Op]] = []  # step, when it was called (ns), what it is
         self._microsteps: list[tuple[int, int, int]] = []  # begin, end (ns), index
         self._microstep: int | None = None  # the one that goes on
         self._expected: list[tuple[int, Op]] = []
         self._listed = False  # what is called now is in that list
-        self._awaited: dict[int, int] = {}  # a result that nobody has waited for yet: when it was called for (ns)
-        self._called: int | None = None  # when a collective was called whose result is not yet known (ns)
+        self._awaited: dict[int, int] = {}  # a result that nobody has waited for yet: the moment it was called for
+        self._called: int | None = None  # the moment of a call whose result is not yet known
         self._config = ProfilerConfig(ProfilerState.KINETO, True, False, False, False, False, _ExperimentalConfig())
         self._step = -1
 
@@ -113,19 +100,22 @@ class Recorder:
 
     def begin_step(self, step: int) -> None:
         self._step, self._passing = step, None
+        if self.enabled:
+            self._profile()
+        self.clock.begin()
         if not self.enabled:
             return
-        self._profile()
         self.recording = True
         self._steps.append((step, self.now(), 0))
 
     def _profile(self) -> None:
         if not self._profiling:
-            _prepare_profiler(self._config, {ProfilerActivity.CPU})
-            _enable_profiler(self._config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})
+            _prepare_profiler(self._config, self.clock.activities)
+            _enable_profiler(self._config, self.clock.activities, {RecordScope.USER_SCOPE})
             self._profiling, self._window_began = True, time.monotonic()
 
     def end_step(self) -> None:
+        self.clock.settle()
         if not self.recording:
             return
         self.pace.end_step()
@@ -135,9 +125,14 @@ class Recorder:
         for passed in self._passes:
             passed.collect()
         self._passes.clear()
+        self._tell()
         self.recording = False
         if time.monotonic() - self._window_began >= WINDOW and isinstance(self.pace, Unpaced):
             self.flush()
+
+    def _tell(self) -> None:
+        self._told += self.clock.told(self._marks)
+        self._marks.clear()
 
     @contextmanager
     def microstep(self, index: int) -> Iterator[None]:
@@ -157,12 +152,12 @@ class Recorder:
         self.doing = " ".join(word for word in (kind, payload, part) if word)
         at = (kind, where.get("stage", NONE), where.get("microbatch", NONE), part)
         self.pace.begin(*at)
-        begun = self.now()
+        begun = self.moment()
         try:
             yield
             self.pace.complete(*at)
         finally:
-            self.mark(kind, begun, self.now(), payload=payload, part=part, **where)
+            self.mark(kind, begun, self.moment(), payload=payload, part=part, **where)
 
     def mark(
         self,
@@ -178,7 +173,7 @@ class Recorder:
         size: int = 0,
         axis: str = "",
     ) -> None:
-        """A span from `start` to `end` (ns) that this code itself measured; `axis` makes it a collective."""
+        """A span between two moments that this code itself asked for; `axis` makes it a collective."""
         if self.recording:
             rank = self.rank if rank is None else rank
             lane = axis or "compute"
@@ -203,7 +198,7 @@ class Recorder:
             self.pace.sending(payload=payload, stage=stage, microbatch=microbatch, part=part, axis=axis, peer=peer)
         if self.recording:
             where = {"stage": stage, "microbatch": microbatch, "part": part, "axis": axis, "peer": peer}
-            self._messages.append((self._step, _op(kind=kind, payload=payload, bytes=size, **where)))
+            self._messages.append((self._step, self.now(), _op(kind=kind, payload=payload, bytes=size, **where)))
 
     @contextmanager
     def calls(self, *ops: Op) -> Iterator[None]:
@@ -225,7 +220,7 @@ class Recorder:
             if self._passing:
                 self._passing.pause()
             self._call(_op(kind=kind, payload=payload, axis=axis, bytes=size, **where))
-            self._called = self.now()
+            self._called = self.moment()
 
     def background(self, kind: str, part: str, payload: str, size: int, *, axis: str) -> None:
         """A collective for a layer is about to be called, perhaps in the background: it cuts no compute, and it may
@@ -249,18 +244,18 @@ class Recorder:
             called, self._called = self._called, None
         if called is not None and self._passing:
             self._passing.resume()
-            self._passing.waits.append((called, self.now()))
+            self._passing.waits.append((called, self.moment()))
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
         """The body issues messages and waits for some: the compute of a layer is cut by it, however short it is."""
         if self.recording:
             self._passing.pause()
-        begun = self.now()
+        begun = self.moment()
         yield
         if self.recording:
             self._passing.resume()
-            self._passing.waits.append((begun, self.now()))
+            self._passing.waits.append((begun, self.moment()))
 
     def pieces(self, kind: str, layer: str) -> tuple[str, ...]:
         """What `parts` says: every step asks for the same, and it takes a plan's way to work it out."""
@@ -287,12 +282,14 @@ class Recorder:
             return
         seen = _disable_profiler().events()
         self._profiling = False
-        events, offset = communications(seen), self.now() - time.monotonic_ns()
+        events = communications(seen, on_device=isinstance(self.clock, DeviceClock))
+        offset = self.now() - time.monotonic_ns()
+        self._tell()
         moved = (self.pace.moved(span, offset) for span in self._label(events))
         with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(self._line(span) for span in (*self._marks, *moved))
+            file.writelines(self._line(span) for span in (*self._told, *moved))
         self._steps.clear()
-        self._marks.clear()
+        self._told.clear()
         self._microsteps.clear()
         self._messages.clear()
         self._collectives.clear()
@@ -307,8 +304,8 @@ class Recorder:
     def _label(self, events: list[Event]) -> Iterator[Span]:
         """Give every event that began inside a step its step and what it was; others (checks, barriers) are dropped."""
         messages, calls, listed = (defaultdict(deque) for _ in range(3))  # by step: a window has many
-        for step, op in self._messages:
-            messages[step, op.kind].append(op)
+        for step, when, op in self._messages:
+            messages[step, op.kind].append((when, op))
         for step, when, op in self._collectives:
             calls[step].append((when, op))
         for step, op in self._expected:
@@ -318,14 +315,12 @@ class Recorder:
             issued = {kind: messages[step, kind] for kind in ("send", "recv")}
             called, expected = [*calls[step]], listed[step]
             for event in events[bisect_left(starts, begin) : bisect_right(starts, end)]:
-                where = (step, event.start, event.end)
-                if event.kind in issued:
-                    # One that nobody announced keeps no stage and no peer, and so matches no planned op.
-                    queue = issued[event.kind]
-                    op = queue.popleft() if queue else Op(kind=event.kind, axis="pp", peer=NONE)
-                    key = (_or_none(op.stage), _or_none(op.microbatch), op.part, op.payload)
-                    lane, peer = self._link(op)
-                    yield Span(self.rank, lane, op.kind, *where, *key, op.axis, peer, event.bytes)
+                where = (step, *event.took)
+                if event.kind in issued or event.kind == COALESCED:
+                    for op, size in _issued(issued, event):
+                        key = (_or_none(op.stage), _or_none(op.microbatch), op.part, op.payload)
+                        lane, peer = self._link(op)
+                        yield Span(self.rank, lane, op.kind, *where, *key, op.axis, peer, size)
                     continue
                 stage = microbatch = NONE
                 if CALLED in event.inside and expected:
@@ -350,6 +345,20 @@ class Recorder:
         return lane_of(op, coordinate), self.mesh.peer(self.rank, op.axis, op.peer)
 
 
+def _issued(queues: dict[str, deque[tuple[int, Op]]], event: Event) -> list[tuple[Op, int]]:
+    """The messages that an event carried, each with its bytes: one, or all that were announced before several were sent
+    as one, whose sizes are those of their tensors then."""
+    if event.kind != COALESCED:
+        # One that nobody announced keeps no stage and no peer, and so matches no planned op.
+        queue = queues[event.kind]
+        return [(queue.popleft()[1] if queue else Op(kind=event.kind, axis="pp", peer=NONE), event.bytes)]
+    together = []
+    for queue in queues.values():
+        while queue and queue[0][0] <= event.start:
+            together.append(queue.popleft()[1])
+    return [(op, op.bytes) for op in together]
+
+
 def _taken(called: list[tuple[int, Op]], event: Event) -> Op | None:
     """The earliest call before the event that it can be, taken off the list."""
     for i, (when, op) in enumerate(called):
@@ -360,27 +369,3 @@ def _taken(called: list[tuple[int, Op]], event: Event) -> Op | None:
 
 def _or_none(value: int | None) -> int:
     return NONE if value is None else value
-
-
-def communications(seen: list) -> list[Event]:
-    """The profiler's events -> its communications by start, each with the names of the marks that were open then."""
-    found: list[Event] = []
-    marks: list[tuple[int, str]] = []  # end, name
-    for start, name, one in sorted(((e.start_ns(), e.name(), e) for e in seen), key=itemgetter(0)):
-        end = start + one.duration_ns()
-        backend, _, kind = name.partition(":")
-        if backend not in ("gloo", "nccl") or kind == "barrier":
-            marks.append((end, name))
-            continue
-        marks = [mark for mark in marks if mark[0] >= start]
-        inside = tuple(name for _, name in marks)
-        found.append(Event(kind, start, end, _bytes(one), inside, whole="int" in one.dtypes()))
-    return found
-
-
-def _bytes(event) -> int:
-    return sum(
-        math.prod(shape) * ITEM_BYTES[kind]
-        for shape, kind in zip(event.shapes(), event.dtypes(), strict=False)
-        if shape
-    )

@@ -68,11 +68,11 @@ def mark_updates(optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
     def begin(*_) -> None:
         nonlocal began
         recorder.pace.begin("optimizer")
-        began = recorder.now()
+        began = recorder.moment()
 
     def end(*_) -> None:
         recorder.pace.complete("optimizer")
-        recorder.mark("optimizer", began, recorder.now())
+        recorder.mark("optimizer", began, recorder.moment())
 
     own.register_step_pre_hook(begin)
     own.register_step_post_hook(end)

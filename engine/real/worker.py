@@ -26,6 +26,7 @@ from engine.asking.settings import ONE_PROCESS_MODES
 from engine.job import Job, prepare
 from engine.real import agree, checkpoint, cores, faults, models, speed
 from engine.real.clip import clip
+from engine.real.clock import clock_of
 from engine.real.data import Batches
 from engine.real.evaluation import evaluate
 from engine.real.memory import measure
@@ -53,7 +54,7 @@ def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") 
     if job.spec.mode not in ONE_PROCESS_MODES:
         _join(folder, rank, world_size, device, rendezvous, job.spec.timeout)
     origin = round(json.loads((folder / "status.json").read_text())["created"] * 1e9)
-    recorder = Recorder(folder / f"rank{rank}.jsonl", rank, origin, enabled=job.spec.record)
+    recorder = Recorder(folder / f"rank{rank}.jsonl", rank, origin, enabled=job.spec.record, clock=clock_of(device))
     if asked.spec.paced is not None:
         recorder.pace = Pace(asked, job, rank, folder)
     place = Place(rank, world_size, device, recorder, folder)
@@ -108,6 +109,7 @@ def device_of(kind: str, rank: int) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
+    torch.backends.cudnn.allow_tf32 = False  # on by default, and 10 bits of each factor are no fp32
     return device
 
 

@@ -76,9 +76,9 @@ class Threads:
         if self.devices == 1:
             return move()
         self.recorder.doing = f"{kind} {part}"
-        start = self.recorder.now()
+        start = self.recorder.moment()
         result = move()
-        end = self.recorder.now()
+        end = self.recorder.moment()
         where = {"microbatch": self.recorder.microbatch, "axis": "dp", "size": size}
         for device in range(self.devices):
             self.recorder.mark(kind, start, end, part=part, payload=payload, rank=device, **where)

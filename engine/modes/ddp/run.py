@@ -14,7 +14,8 @@ from engine.modes.ddp.plan import INT32, USED
 from engine.real import models
 from engine.real.compression import compress_by_factors
 from engine.real.data import Batches
-from engine.real.recorder import Event, Recorder
+from engine.real.events import Event
+from engine.real.recorder import Recorder
 from engine.real.training import LocalTraining, Place
 
 

@@ -16,8 +16,9 @@ from engine.job import Job
 from engine.real import models
 from engine.real.averaging import check_averages
 from engine.real.data import Batches
+from engine.real.events import Event
 from engine.real.meshes import Sharding
-from engine.real.recorder import Event, Recorder
+from engine.real.recorder import Recorder
 from engine.real.training import LocalTraining, Place
 
 UNIT = re.compile(r"FSDP::post_backward_reduce \((.+)\)")

@@ -5,7 +5,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from engine.job import Job
 from engine.modes.ddp import run as ddp
 from engine.real import models
-from engine.real.recorder import Event
+from engine.real.events import Event
 from engine.real.training import LocalTraining, Place
 
 UPDATE = "Optimizer.step#ZeroRedundancyOptimizer.step"
