@@ -45,9 +45,16 @@ LAUNCH = 3e-6
 # Of the rate that a large matmul reaches alone, what products keep for hours between all others: clocks fall at the
 # device's power limit, and operands are not in the cache. Fitted on A100s (docs/decisions).
 SUSTAINED = 0.94
-# Of devices' rates of large products, the standard deviation beside the mean: whiskers of five clusters' box plots, 5.4
-# of it if they are normal, were 8 % apart (Sinha et al. 2022, arXiv:2208.11035, abstract).
+# Of devices' rates of large products, the standard deviation beside the mean. On five clusters, four of them V100s,
+# devices differ by 8 % on average (Sinha et al. 2022, arXiv:2208.11035, abstract of version 3), which is taken as the
+# distance of a box plot's whiskers, 5.4 standard deviations of a normal distribution.
 SPREAD = 0.015
+# Large products of Blackwell GPUs are as fast as their power limit lets them be, in proportion: cuBLAS's on a GB300 run
+# at 617 TFLOP/s at 500 W, and at 1,600 to 2,174 at 1,400 W (facebookexperimental/triton, pull request 2023). TFLOP/s a
+# watt in bf16: 1,098 at 1,000 W, the mean of loops that are long enough for the limit (SimuMax, configs/system/
+# b200_bf16_ceperm.json; products that end before reach 1,450, and 1,448 to 1,562: arXiv:2604.23466, tables III and IV).
+# They sustain it, so `SUSTAINED` is taken out of it. In fp8: 1,963 at 750 W (pytorch/FBGEMM, pull request 4821).
+A_WATT, A_WATT_FP8 = 1.098 / SUSTAINED, 1963 / 750
 # Seconds of a call of NCCL beside its rounds (graph/tuning.cc: a ring's base latency, 6.6 to 14 us by protocol).
 CALL = 8.4e-6
 PCIE4 = 25e9  # bytes a second from a host; PCIe 4.0 x16 is 32 GB/s, of which copies from pinned memory reach about 25
@@ -104,30 +111,27 @@ DEVICES = {
         memory_rate=3.35 * TERA,
         sms=132,
     ),
-    # HGX B200 data sheet (a GPU): 1.1 PFLOP/s TF32, 2.25 bf16, 4.5 fp8; 180 GB at 7.7 TB/s; 148 SMs. Measured
-    # 1448 to 1562 for a 7B model's (arXiv:2604.23466, tables III and IV), and 1020 to 1150 for a 70B and a 405B model's
-    # (SimuMax, configs/system/b200_bf16_ceperm.json): the middle is taken; 1745 for the best shape (Bekman).
+    # HGX B200 data sheet (a GPU): 1.1 PFLOP/s TF32, 2.25 bf16, 4.5 fp8; 180 GB at 7.7 TB/s; 148 SMs; 1,000 W.
     "b200": Device(
         fp32=1125,
         fp16=2250,
         bf16=2250,
         fp8=4500,
-        reached=0.576,
-        reached_fp8=0.67,
+        reached=1000 * A_WATT / 2250,
+        reached_fp8=1000 * A_WATT_FP8 / 4500,
         flash=0.45,
         memory=180 * 10**9,
         memory_rate=7.7 * TERA,
         sms=148,
     ),
-    # GB200 NVL72 data sheet (a GPU): 1.25 PFLOP/s TF32, 2.5 bf16, 5 fp8; 186 GB at 8 TB/s; 152 SMs. Measured 1822 for
-    # the best shape (Bekman), and taken as much less for others as a B200's.
+    # GB200 NVL72 data sheet (a GPU): 1.25 PFLOP/s TF32, 2.5 bf16, 5 fp8; 186 GB at 8 TB/s; 152 SMs; 1,200 W.
     "gb200": Device(
         fp32=1250,
         fp16=2500,
         bf16=2500,
         fp8=5000,
-        reached=0.64,
-        reached_fp8=0.64,
+        reached=1200 * A_WATT / 2500,
+        reached_fp8=1200 * A_WATT_FP8 / 5000,
         flash=0.45,
         memory=186 * 10**9,
         memory_rate=8 * TERA,
@@ -150,21 +154,34 @@ DEVICES = {
 }
 # H200 SXM data sheet: an H100's units, 141 GB at 4.8 TB/s.
 DEVICES["h200"] = replace(DEVICES["h100"], memory=141 * 10**9, memory_rate=4.8 * TERA)
-# GB300 NVL72 data sheet (a GPU): as a GB200, with 160 SMs and 279 GB; 1,400 W and not 1,200, of which large matmuls get
-# the cube root. HGX B300's: as a B200, with 270 GB, and 1,100 W, not 1,000.
-DEVICES["gb300"] = replace(DEVICES["gb200"], memory=279 * 10**9, sms=160, reached=0.67, reached_fp8=0.67)
-DEVICES["b300"] = replace(DEVICES["b200"], memory=270 * 10**9, reached=0.595, reached_fp8=0.69)
+# GB300 NVL72 data sheet (a GPU): as a GB200, with 160 SMs and 279 GB; 1,400 W. HGX B300's: as a B200, with 270 GB, and
+# 1,100 W.
+DEVICES["gb300"] = replace(
+    DEVICES["gb200"],
+    memory=279 * 10**9,
+    sms=160,
+    reached=1400 * A_WATT / 2500,
+    reached_fp8=1400 * A_WATT_FP8 / 5000,
+)
+DEVICES["b300"] = replace(
+    DEVICES["b200"],
+    memory=270 * 10**9,
+    reached=1100 * A_WATT / 2250,
+    reached_fp8=1100 * A_WATT_FP8 / 4500,
+)
 
 # Bytes a second of a device in one direction. NVLink: links times what NCCL counts for one (graph/topo.h: 20 GB/s on
-# SM70 and SM80, 20.6 on SM90, 40.1 on SM100), of 25, 25, 25 and 50 of the data sheets. Networks: 95 % of the line rate,
-# which is what packet headers and NCCL's protocol leave (NVIDIA nccl-tests on DGX: 185 to 195 GB/s of 8 x 200 Gb/s).
+# SM70 and SM80, 20.6 on SM90), of 25 of the data sheets; on SM100 33.7 of 50, which all-gathers and reduce-scatters of
+# 8 B200s reach (SimuMax, b200_bf16_ceperm.json: 0.673 of 900 GB/s), where NCCL counts 40.1. Networks: 95 % of the line
+# rate, which is what packet headers and NCCL's protocol leave (NVIDIA nccl-tests on DGX: 185 to 195 GB/s of 8 x 200
+# Gb/s).
 # Seconds to the first line of 128 bytes, and to the first chunk: NCCL's constants of rings for its protocols LL128 and
 # Simple (graph/tuning.cc: 1.9 and 3.4 us over NVLink, 2.5 and 5.7 us over PCIe, 4 and 14 us over a network).
 NVLINK2 = Link(1.9e-6, 6 * 20e9, 3.4e-6)
 NVLINK3 = Link(1.9e-6, 12 * 20e9, 3.4e-6)
 NVLINK4 = Link(1.9e-6, 18 * 20.6e9, 3.4e-6)
 NVLINK3_800, NVLINK4_800 = Link(1.9e-6, 8 * 20e9, 3.4e-6), Link(1.9e-6, 8 * 20.6e9, 3.4e-6)  # 400 GB/s of A800, H800
-NVLINK5 = Link(1.9e-6, 18 * 40.1e9, 3.4e-6)
+NVLINK5 = Link(1.9e-6, 18 * 33.7e9, 3.4e-6)
 PCIE = Link(2.5e-6, 22e9, 5.7e-6)
 NETWORK_REACHED = 0.95
 

@@ -66,7 +66,17 @@ def communication_seconds(op: Op, group: Sequence[int], machine: Machine) -> flo
     if op.kind == "send":
         waits = 0.0 if op.asynchronous or not machine.sms else HOST_WAIT
         return waits + message_seconds(op.bytes, machine, _spanned(group, machine)[-1][1])
-    return collective_seconds(op, group, machine)
+    return collective_seconds(op, group, machine) + copying_seconds(op, len(group), machine)
+
+
+def copying_seconds(op: Op, ranks: int, machine: Machine) -> float:
+    """Collectives gather and scatter along the first dimension. PyTorch's tensors have samples there and tokens second,
+    so that a copy puts what was gathered in order, and what is to be scattered before
+    (torch/distributed/_functional_collectives.py: `_maybe_view_chunk_cat`, `_chunk_or_narrow_cat`)."""
+    if not machine.copies_tokens or op.axis != "tp" or op.kind not in ("all_gather", "reduce_scatter"):
+        return 0.0
+    whole = op.bytes * (ranks if op.kind == "all_gather" else 1)
+    return machine.op_overhead + 2 * whole / machine.memory_rate
 
 
 def message_seconds(size: int, machine: Machine, link: Link | None = None) -> float:

@@ -24,9 +24,11 @@ from engine.validate.stacks import FIRST, LATEST, SCORES, SECOND, TODAY, stack_o
 GIGABIT = 1e9 / 8
 LINK_REACHED = 0.8  # of NVLink's rate, what NCCL counts on (graph/topo.h): 20 of 25 GB/s for a link
 # Watts of data sheets. Below its limit a device's clock goes with the cube root of its power: that goes with the clock
-# and the square of the voltage, which rises with the clock (Chandrakasan et al. 1992, doi 10.1109/4.126534).
+# and the square of the voltage, which rises with the clock (Chandrakasan et al. 1992, doi 10.1109/4.126534). Rates of
+# Blackwell GPUs go with the power itself (engine/cost/catalogue.py), as where the voltage cannot fall further.
 POWER = {"v100": 300, "a100": 400, "a100_40": 400, "h100": 700, "h200": 700, "b200": 1000, "gb200": 1200}
 POWER |= {"a800": 400, "h800": 700, "b300": 1100, "gb300": 1400}
+IN_PROPORTION = ("b200", "b300", "gb200", "gb300")
 # Where large products were measured at a limit, that counts, of the peak in 16 and in 8 bits alike: H100s at 500 W
 # (pytorch/ao, torchao/float8/roofline_utils.py: "custom to Meta's H100 variant", "experimental observation").
 AT_LIMIT = {("h100", 500): 0.60}
@@ -205,7 +207,8 @@ def machine_of(case: Case) -> Machine:
     )
     eager = case.gated and EAGER.search(f"{case.row.id} {case.row.notes}")
     switch = 0.0 if RINGS.search(case.row.notes) else found.switch
-    return replace(found, unfused=UNFUSED if eager else 1.0, switch=switch)
+    copies = stack.copies_tokens and not case.async_tp  # that sends parts to where they belong
+    return replace(found, unfused=UNFUSED if eager else 1.0, switch=switch, copies_tokens=copies)
 
 
 def machine_with(
@@ -243,7 +246,8 @@ def machine_with(
         peak, gpu = known.peak_flop_rate, DEVICES[device]
         changes |= {"flop_rate": SUSTAINED * measured * peak, "fp8_gain": gpu.fp8 * TERA / peak}
     elif power and device in POWER:
-        changes["flop_rate"] = known.flop_rate * min(1.0, power / POWER[device]) ** (1 / 3)
+        less = min(1.0, power / POWER[device])
+        changes["flop_rate"] = known.flop_rate * (less if device in IN_PROPORTION else less ** (1 / 3))
     if blocking:
         changes["op_overhead"] = BLOCKING
     peak = known.peak_flop_rate * known.fp16_gain

@@ -28,6 +28,7 @@ class Stack(NamedTuple):
     keeps_qkv: bool = False  # recomputing in full keeps queries, keys and values as they come from their matrices
     gathers_late: bool = False  # on the way back a layer is gathered when the one before it is through
     reduces_fp32: bool = False  # gradients of bf16 are reduced over replicas in fp32
+    copies_tokens: bool = False  # of tensor ranks, as PyTorch's collectives do along any dimension but the first
     heads_by_exchange: bool = False  # context ranks exchange tokens for heads, and not keys in a ring
 
 
@@ -78,7 +79,10 @@ STACKS = (
     ),
     # Its selective recomputation by `op` keeps every other product (distributed/activation_checkpoint.py). It reduces
     # gradients in fp32 by default (job_config.py: mixed_precision_reduce).
-    (r"torchtitan", Stack("TorchTitan", **(PYTORCH | {"every_other": True, "reduces_fp32": True}))),
+    (
+        r"torchtitan",
+        Stack("TorchTitan", **(PYTORCH | {"every_other": True, "reduces_fp32": True}), copies_tokens=True),
+    ),
     (r"nanotron", Stack("nanotron", **PYTORCH)),
     # Its recipe's script recomputes blocks but for their queries, keys and values (maxtext/configure.sh:
     # POLICY="save_qkv_proj", attention=cudnn_flash_te); XLA leaves out what nothing needs, so the last product.

@@ -50,12 +50,19 @@ def test_tiers_get_slower_outwards_and_reach_everybody(name):
 
 
 def test_rates_in_bf16_are_what_matmuls_were_measured_to_reach_as_far_as_they_last():
-    """TFLOP/s of large matmuls, of peaks 312, 989 and 2250."""
-    measured = {"a100": 267.9, "h100": 720, "b200": (1505 + 1085) / 2}
-    lasting = {name: machine(name).at("bf16").flop_rate / 1e12 / SUSTAINED for name in measured}
-    assert lasting == pytest.approx(measured, rel=2e-3)
+    """TFLOP/s of large matmuls, of peaks 312, 989 and 2250; of a B200 those that lasted were measured."""
+    measured = {"a100": SUSTAINED * 267.9, "h100": SUSTAINED * 720, "b200": 1098}
+    assert {name: machine(name).at("bf16").flop_rate / 1e12 for name in measured} == pytest.approx(measured, rel=2e-3)
     peaks = {"a100": 312, "h100": 989.4, "b200": 2250, "gb200": 2500}
     assert {name: machine(name).at("bf16").peak_flop_rate / 1e12 for name in peaks} == pytest.approx(peaks)
+
+
+def test_blackwells_products_are_as_fast_as_their_power_limit_lets_them_be():
+    """1,098 TFLOP/s of a B200 at 1,000 W in bf16, 1,963 at 750 W in fp8."""
+    watts = {"b200": 1000, "b300": 1100, "gb200": 1200, "gb300": 1400}
+    for precision, a_watt in (("bf16", 1.098), ("fp8", SUSTAINED * 1963 / 750)):
+        rates = {name: machine(name).at(precision).flop_rate / 1e12 for name in watts}
+        assert rates == pytest.approx({name: a_watt * limit for name, limit in watts.items()})
 
 
 def test_a_precision_without_units_of_its_own_is_computed_in_the_next():

@@ -99,6 +99,8 @@ def test_a_device_under_its_power_is_as_fast_as_was_measured_or_as_its_power_all
     for precision, peak in (("bf16", 989.4e12), ("fp8", 1979e12)):
         assert limits[500].at(precision).flop_rate == pytest.approx(SUSTAINED * 0.60 * peak)
     assert limits[400].flop_rate == pytest.approx(MACHINES["h100"].flop_rate * (400 / 700) ** (1 / 3))
+    blackwell = machine_of(case(hardware={"gpu": "B200, 750W cap"}))
+    assert blackwell.flop_rate == pytest.approx(MACHINES["b200"].flop_rate * 750 / 1000)
 
 
 def test_what_cannot_be_planned_says_the_rule():
@@ -138,6 +140,14 @@ def test_eager_software_moves_what_a_fused_kernel_keeps_to_itself():
     norm, a100 = memory(4096, 4096), MACHINES["a100"]
     once, thrice = (kernel_seconds(norm, replace(a100, unfused=times)) - a100.op_overhead for times in (1, 3))
     assert thrice == pytest.approx(3 * once)
+
+
+def test_pytorch_copies_the_tokens_that_it_gathers_and_async_tp_does_not():
+    of = {"id": "tt_8b", "source": {"repo": "pytorch/torchtitan"}}
+    layout = {"gpus": 8, "tp": 8, "pp": 1, "dp": 1, "sp": True}
+    assert machine_of(case(**of, parallel=layout)).copies_tokens
+    assert not machine_of(case(**of, parallel=layout | {"async_tp": True})).copies_tokens
+    assert not machine_of(case()).copies_tokens
 
 
 def test_a_row_that_asks_for_rings_has_no_sums_in_switches():
