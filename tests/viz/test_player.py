@@ -22,6 +22,11 @@ SPAN = """(player) => {  // the middle of the fourth op that computes, and what 
   const [y0, y1] = spans.lanes[spans.lane[i]], middle = (spans.t0[i] + spans.t1[i]) / 2;
   return [frame.left + scale.tx(middle), frame.top + scale.ty((y0 + y1) / 2), strings[spans.words[i]]];
 }"""
+BUSY = """(player) => {  // to the middle of the op in the middle of those that compute
+  const { t0, t1, front } = player.payload.spans, of = [...t0.keys()].filter((i) => front[i] === 1);
+  const i = of[of.length >> 1];
+  player.seek((t0[i] + t1[i]) / 2);
+}"""
 ELEVEN = """(player) => {  // where the clock is at 11
   const scale = player.scale(), frame = player.figure_.getBoundingClientRect();
   return [frame.left + scale.tx(11), frame.top + scale.top + 5];
@@ -125,6 +130,44 @@ class TestPlayer:
         page = show(payload_of("hybrid", 32, pp=2, dp=16, model="mlp", microbatches=4))
         seek(page, 0.05)
         assert page.locator(".ls-words").text_content() == "ranks 0–7: forward · fc1   |   ranks 16–23 idle"
+
+    def test_many_ranks_that_stand_apart_are_counted_and_the_line_is_not_cut_off(self, show):
+        """Of 16 stages of 32 ranks one rank each is drawn: 0, 32, 64, ... No name for these fits a line."""
+        page = show(payload_of("hybrid", 512, pp=16, dp=32, model="mlp", layers=15, microbatches=16, global_batch=512))
+        page.set_viewport_size({"width": 800, "height": 900})
+        page.wait_for_timeout(100)
+        counted = 0
+        for share in (0.1, 0.3, 0.5, 0.7, 0.9):
+            seek(page, share)
+            line = page.locator(".ls-words")
+            counted += bool(re.search(r"\d+ of 16 ranks", line.text_content()))
+            assert line.evaluate("(line) => line.scrollWidth <= line.clientWidth"), line.text_content()
+        assert counted
+
+    @pytest.mark.parametrize(
+        ("settings", "rows"),
+        [({"microbatches": 8}, 1), ({"mode": "context", "devices": 8, "model": "gpt", "machine_name": "h100"}, 2)],
+    )
+    def test_a_full_screen_shows_steps_devices_and_every_row_at_once(self, show, settings, rows):
+        """As on a projector: `rows` of the lesson's steps, and no name of an op over the name of its device. Letters of
+        this font reach far out of their lines, as those of the app's do a little."""
+        page = show(payload_of(**settings, taught=True))
+        page.evaluate("document.body.style.setProperty('--st-font', 'Noto Sans CJK SC')")
+        page.set_viewport_size({"width": 1920, "height": 1080})
+        page.wait_for_timeout(100)
+        page.locator(".ls-full").click()
+        page.wait_for_function("document.fullscreenElement !== null")
+        page.wait_for_timeout(300)
+        ask(page, BUSY)
+        box = lambda part: page.locator(part).bounding_box()  # noqa: E731
+        tops = {step.bounding_box()["y"] for step in page.locator(".ls-step").all()}
+        foot, pill, title = box(".ls-foot"), box(".ls-doing >> nth=0"), box(".ls-title >> nth=0")
+        page.keyboard.press("f")
+        page.wait_for_function("document.fullscreenElement === null")
+        page.evaluate("document.body.style.removeProperty('--st-font')")
+        assert len(tops) == rows
+        assert foot["y"] + foot["height"] <= 1080
+        assert pill["y"] + pill["height"] <= title["y"] + 4  # of the letters' own room
 
     @pytest.mark.parametrize("language", LANGUAGES)
     def test_what_a_step_says_is_never_cut_off(self, show, language):

@@ -88,7 +88,8 @@ def plot_memory(info: MemoryInfo, text: Text) -> go.Figure:
             })  # fmt: skip
             below = [a + b for a, b in zip(below, held, strict=True)]
     names = [text("figure.rank", rank=r.first) if r.first == r.last else _ranks(r, text) for r in info.rows]
-    note = text("figure.not_drawn", drawn=info.ranks - info.hidden, total=info.ranks) if info.hidden else ""
+    numbers = {"drawn": f"{info.ranks - info.hidden:,}", "total": f"{info.ranks:,}"}
+    note = text("figure.not_drawn", **numbers) if info.hidden else ""
     layout = bars_layout(names, thick=64 if both else 44, unit=unit, note=note, barmode="overlay", rangemode="tozero")
     return go.Figure({"data": data, "layout": layout})
 

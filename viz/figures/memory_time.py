@@ -112,7 +112,7 @@ def plot_over_time(info: OverTimeInfo, text: Text) -> go.Figure:
         moment, peak = rank.peak
         last = rank.rank if rank.stands_for == 1 else None
         words = text("figure.rank", rank=rank.rank) if last is not None else text(
-            "figure.memory.alike", rank=rank.rank, more=rank.stands_for - 1
+            "figure.memory.alike", rank=rank.rank, more=f"{rank.stands_for - 1:,}"
         )  # fmt: skip
         told = {"showarrow": False, "xanchor": "left", "yanchor": "bottom", "xref": "paper", "yref": "paper"}
         notes.append({"text": words, "x": 0, "y": low + each, **told})

@@ -175,7 +175,7 @@ def _flights(info: PictureInfo, looks: dict[str, int], clock) -> dict[str, Any]:
 
 
 def _player_text(text: words.Text) -> dict[str, str]:
-    """What the player says itself; `{ranks}` and `{time}` are filled in while it plays."""
+    """What the player says itself; names in braces are filled in while it plays."""
     return {
         "play": text("player.play"),
         "pause": text("player.pause"),
@@ -188,6 +188,7 @@ def _player_text(text: words.Text) -> dict[str, str]:
         "label": text("player.label"),
         "ranks": text("figure.ranks", ranks="{ranks}"),
         "all": text("figure.all_ranks"),
+        "counted": text("figure.counted", count="{count}", all="{all}"),
         "doing": text("figure.doing", ranks="{ranks}", what="{what}"),
         "idle": text("figure.idle", ranks="{ranks}"),
         "starts": text("figure.starts", time="{time}"),

@@ -136,7 +136,7 @@ def caption(info: PictureInfo, text: words.Text) -> str:
     if info.is_empty:
         return text("figure.empty")
     if info.places.hidden:
-        return text("figure.not_drawn", drawn=len(info.places.boxes), total=info.total)
+        return text("figure.not_drawn", drawn=len(info.places.boxes), total=f"{info.total:,}")
     return ""
 
 

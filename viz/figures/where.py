@@ -79,8 +79,8 @@ def plot_where(info: WhereInfo, text: Text) -> go.Figure:
             "hoverinfo": "text",
         })  # fmt: skip
     drawn = sum(row.ranks for row in info.rows)
-    note = text("figure.not_drawn", drawn=drawn, total=info.total) if drawn < info.total else ""
-    names = [text("figure.rank", rank=row.rank) + (f" ×{row.ranks}" if row.ranks > 1 else "") for row in info.rows]
+    note = text("figure.not_drawn", drawn=f"{drawn:,}", total=f"{info.total:,}") if drawn < info.total else ""
+    names = [text("figure.rank", rank=row.rank) + (f" ×{row.ranks:,}" if row.ranks > 1 else "") for row in info.rows]
     longest = _round(info.makespan / size) or 1
     layout = bars_layout(names, thick=40, unit=unit, note=note, range=[0, longest])
     return go.Figure({"data": data, "layout": layout})
@@ -89,7 +89,7 @@ def plot_where(info: WhereInfo, text: Text) -> go.Figure:
 def _hover(row: WhereRow, name: str, seconds: float, info: WhereInfo, text: Text) -> str:
     ranks = text("figure.rank", rank=row.rank)
     if row.ranks > 1:
-        ranks = text("figure.where.alike", ranks=ranks, more=row.ranks - 1)
+        ranks = text("figure.where.alike", ranks=ranks, more=f"{row.ranks - 1:,}")
     share = f"{100 * seconds / (info.makespan or 1):.1f} %"
     return text("figure.where.hover", ranks=ranks, what=name, time=show_seconds(seconds), share=share)
 

@@ -66,7 +66,7 @@ def show_fit(shown: Shown, text: Catalogue) -> None:
         return
     sizes = {name: show_bytes(found[name]) for name in ("peak", "over", "capacity")}
     category = text(f"figure.memory.{found['category']}")
-    told = text("fits.no", rank=found["rank"], ranks=found["ranks_over"], category=category, **sizes)
+    told = text("fits.no", rank=found["rank"], ranks=f"{found['ranks_over']:,}", category=category, **sizes)
     st.info(f"{told} {text('fits.try' if found['would_fit'] else 'fits.none')}", icon=":material/memory:")
     with st.container(horizontal=True, gap="xsmall", key="would-fit"):
         for i, one in enumerate(found["would_fit"]):

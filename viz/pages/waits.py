@@ -75,8 +75,8 @@ def show_waits(found: Told, text: Catalogue, key: str) -> None:
 
 
 def _sentence(gap: Mapping[str, Any], text: Catalogue) -> str:
-    words = escape(waiting(gap, duration(gap["seconds"]), text))
-    return words + (f" :gray[{text('waits.alike', more=gap['ranks'] - 1)}]" if gap["ranks"] > 1 else "")
+    words, more = escape(waiting(gap, duration(gap["seconds"]), text)), gap["ranks"] - 1
+    return words + (f" :gray[{text('waits.alike', more=f'{more:,}')}]" if more else "")
 
 
 def _path(path: Mapping[str, Any], text: Catalogue) -> str:

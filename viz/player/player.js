@@ -9,7 +9,7 @@ const ICONS = {
   repeat: "M8 2.5A5.5 5.5 0 1 0 13.5 8H11.8A3.8 3.8 0 1 1 8 4.2V6.6L12.4 3.3L8 0Z",
 };
 const HOLD = 0.9; // seconds that the clock stands at the end of a training step
-const LEAST = 0.7; // of its height, to which a picture shrinks on a small full screen
+const [ENOUGH, LEAST] = [0.9, 0.7]; // of its height: what a picture has on a full screen, and at least on a small one
 const CLICK = 4; // pixels: what moves less is a click
 const icon = (name) => `<svg viewBox="0 0 16 16" width="18" height="18" fill="currentColor" aria-hidden="true"><path d="${ICONS[name]}"/></svg>`;
 
@@ -28,7 +28,7 @@ export function mountPlayer(root, payload) {
 
 class Player {
   constructor(root) {
-    Object.assign(this, { root, time: 0, speed: 1, playing: false, repeat: false, ready: false, held: 0, zoom: 1 });
+    Object.assign(this, { root, time: 0, speed: 1, playing: false, repeat: false, ready: false, held: 0, zoom: 1, loud: 1 });
     Object.assign(root, { className: "lockstep-player", tabIndex: 0 });
     root.setAttribute("role", "group");
     root.innerHTML = `<div class="ls-bar"><div class="ls-buttons">${["back", "toggle", "forward", "repeat"].map((name) =>
@@ -101,15 +101,22 @@ class Player {
     if (this.playing) this.run();
   }
 
-  // On a full screen everything grows as far as there is room, or shrinks a little to be seen at once.
+  // On a full screen words grow with its width, and the picture as far as there is room beside them. Where there is too
+  // little, words grow less, and then the picture shrinks.
   fit() {
-    const full = document.fullscreenElement === this.root;
-    this.zoom = full ? Math.min(1.6, Math.max(1, innerWidth / 1250)) : 1;
+    const full = document.fullscreenElement === this.root, { plain } = this, { font: { size }, margin } = this.payload.figure.layout;
+    const parts = [".ls-bar", ".ls-rail", ".ls-said", ".ls-words", ".ls-foot"].map((part) => this.root.querySelector(part));
+    const room = (loud) => { // for the picture beside words of this size
+      this.root.style.setProperty("--ls-loud", (this.loud = loud));
+      this.rail.arrange();
+      return innerHeight - parts.reduce((sum, part) => sum + part.offsetHeight, 46);
+    };
+    let loud = full ? Math.min(1.6, Math.max(1, innerWidth / 1250)) : 1, left = room(loud);
+    while (full && loud > 1 && left < ENOUGH * plain) left = room((loud = Math.max(1, loud - 0.05)));
+    this.zoom = Math.min(loud, Math.max(1, left / plain));
     this.root.style.setProperty("--ls-zoom", this.zoom);
-    const taken = [".ls-bar", ".ls-rail", ".ls-said", ".ls-words", ".ls-foot"].reduce((sum, part) => sum + this.root.querySelector(part).offsetHeight, 46);
-    const height = full ? this.plain * Math.max(LEAST, Math.min(2, (innerHeight - taken) / this.plain)) : this.plain;
-    this.figure_.style.height = `${height}px`; // and the observer does the rest
-    Plotly.relayout(this.figure_, { "font.size": this.payload.figure.layout.font.size * this.zoom });
+    this.figure_.style.height = `${full ? plain * Math.max(LEAST, Math.min(2, left / plain)) : plain}px`; // and the observer does the rest
+    Plotly.relayout(this.figure_, { "font.size": size * this.zoom, "margin.l": margin.l * this.zoom });
   }
 
   // What drawing looks up: the spans of each device, in order of start.
@@ -305,7 +312,7 @@ class Player {
       if (flights.number[i] >= 0) over("text", { transform: spot, fill: ink, class: "ls-number" }, String(flights.number[i]));
     }
     under(), over();
-    const words = narration(this.payload, doing, idle, (line) => width(line, WORDS) * z <= this.room);
+    const words = narration(this.payload, doing, idle, (line) => width(line, WORDS) * this.loud <= this.room);
     if (this.words_.textContent !== words) this.words_.textContent = this.words_.title = words;
     this.drawn = (this.drawn ?? 0) + 1; // frames, for tests
   }

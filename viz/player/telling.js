@@ -5,9 +5,10 @@ const DWELL = 1.1; // seconds that playing stays at each step which happened bef
 const MOST = 6; // steps that stand in one row, at most
 const [NOT_EARLIER, HELD, BATCH] = [0, 1, 2]; // what a step that happened earlier is seen in
 
+// Letters reach out of their line by a part of its height; a line that is cut off, by more than half of it.
 const hasRoom = (chip) => {
-  const { scrollWidth, clientWidth, scrollHeight, clientHeight } = chip.querySelector(".ls-name");
-  return scrollWidth <= clientWidth && scrollHeight <= clientHeight + 1;
+  const name = chip.querySelector(".ls-name"), { scrollWidth, clientWidth, scrollHeight, clientHeight } = name;
+  return scrollWidth <= clientWidth && scrollHeight <= clientHeight + parseFloat(getComputedStyle(name).fontSize) / 2;
 };
 
 class Rail {
@@ -47,7 +48,7 @@ class Rail {
   arrange() {
     const count = this.lesson.length;
     this.width = this.list.clientWidth;
-    this.line.dataset.long = this.lesson.some(({ text }) => width(text, WORDS) * this.player.zoom > this.width); // two lines for all, so that nothing jumps
+    this.line.dataset.long = this.lesson.some(({ text }) => width(text, WORDS) * this.player.loud > this.width); // two lines for all, so that nothing jumps
     for (let rows = Math.ceil(count / MOST); this.width && rows <= count; rows++) {
       this.list.style.setProperty("--ls-steps", Math.ceil(count / rows));
       if (this.chips.every(hasRoom)) return;
@@ -112,17 +113,18 @@ class Rail {
   }
 }
 
-// One line: who does what. Where ranks do many different things, only which kind of thing.
+// One line: who does what. Where ranks do many different things, only which kind of thing; where these are many ranks, how many.
 function narration({ strings, text, boxes }, doing, idle, fits) {
-  const line = (name) => {
+  const kind = (said) => said.split(" · ")[0];
+  const line = (name, names) => {
     const groups = new Map();
     for (const [words, ranks] of doing) groups.set(name(strings[words]), [...(groups.get(name(strings[words])) ?? []), ...ranks]);
-    const parts = [...groups].map(([said, ranks]) => text.doing.replace("{ranks}", namesOf(boxes, text, ranks.sort((a, b) => a - b))).replace("{what}", () => said));
-    if (idle.length) parts.push(text.idle.replace("{ranks}", namesOf(boxes, text, idle)));
+    const parts = [...groups].map(([said, ranks]) => text.doing.replace("{ranks}", names(boxes, text, ranks.sort((a, b) => a - b))).replace("{what}", () => said));
+    if (idle.length) parts.push(text.idle.replace("{ranks}", names(boxes, text, idle)));
     return parts.join("   |   ");
   };
-  const full = line((said) => said);
-  return fits(full) ? full : line((said) => said.split(" · ")[0]);
+  const lines = [[(said) => said, namesOf], [kind, namesOf], [kind, numberOf]].map((how) => line(...how));
+  return lines.find(fits) ?? lines.at(-1);
 }
 
 // By the ranks that boxes stand for, which are not their places where some ranks have none.
@@ -132,4 +134,8 @@ function namesOf(boxes, text, of) {
   const runs = [];
   for (const rank of of.map((b) => boxes[b].rank)) runs.at(-1)?.[1] === rank - 1 ? (runs.at(-1)[1] = rank) : runs.push([rank, rank]);
   return text.ranks.replace("{ranks}", runs.map(([a, b]) => (a === b ? a : b === a + 1 ? `${a}, ${b}` : `${a}–${b}`)).join(", "));
+}
+
+function numberOf(boxes, text, of) {
+  return of.length === 1 || of.length === boxes.length ? namesOf(boxes, text, of) : text.counted.replace("{count}", of.length).replace("{all}", boxes.length);
 }
