@@ -19,7 +19,9 @@ from engine.cost.kernels import ATTENTION, ATTENTION_BACKWARD, MATMUL, MEMORY, K
 # (rows, columns, rate beside that of the first, which reads its operands least often), as in CUTLASS's profiler.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 128, 0.85), (64, 64, 0.7))
 # What a tile does beside its products takes as long as so many more terms of each sum: a wait of about 1 us for the
-# first operands, and a result of 64 kB to be written at a multiprocessor's share of the memory's rate.
+# first operands, and a result of 64 kB to be written at a multiprocessor's share of the memory's rate. It is as long in
+# 8 bits: lines through the times of products of [8192, k] and [k, 8192] on an H800 begin at 46 us in 16 bits, and at 40
+# in 8 (tile-lang, benchmark/matmul and matmul_fp8).
 BESIDE = 192
 # Of the rate of attention forward, what it reaches backward, where it makes the scores again (Dao 2023,
 # arXiv:2307.08691, section 4.1: 73 % and 63 % of an A100's peak at most).
@@ -59,11 +61,12 @@ def kernel_seconds(kernel: Kernel, machine: Machine) -> float:
 
 def _product(kernel: Kernel, machine: Machine) -> float:
     one = _rate(kernel, machine) / machine.sms  # of a multiprocessor
+    beside = BESIDE * (machine.fp8_gain / machine.bf16_gain if _in_8_bits(kernel, machine) else 1.0)
     best = math.inf
     for rows, columns, rate in TILES:
         tiles = kernel.batch * math.ceil(kernel.m / rows) * math.ceil(kernel.n / columns)
         waves = math.ceil(tiles / machine.sms)
-        best = min(best, waves * 2 * rows * columns * (kernel.k + BESIDE) / (rate * one))
+        best = min(best, waves * 2 * rows * columns * (kernel.k + beside) / (rate * one))
     return best if _aligned(kernel) else best / (UNALIGNED if kernel.weight else UNALIGNED_BATCH)
 
 

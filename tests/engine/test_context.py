@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
 from engine import modes
+from engine.cost.kernels import MEMORY
 from engine.job import Job, prepare
 from engine.modes.context.deal import positions
 from engine.plan import Op
@@ -121,6 +124,18 @@ def test_all_but_attention_is_shared_out_equally(devices, attention, balance):
 def test_heads_are_shared_out_equally_over_the_whole_context():
     whole = LAYERS * BATCH * 4 * CONTEXT**2 * HIDDEN
     assert [attention_flops(ops) for ops in programs(4, attention="ulysses")] == [whole // 4] * 4
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_what_a_ring_attends_to_turn_by_turn_is_added_up_in_memory(devices):
+    """Three passes over an output of a rank's own tokens in all turns but the first; on the way back over the gradients
+    of its queries, and over those of keys and values, which are as wide as both of them."""
+    (ops, *_) = programs(devices, attention="ring", balance="head_tail")
+    added = LAYERS * BATCH * (devices - 1) * 3 * 4 * HIDDEN * CONTEXT // devices
+    for kind, wide in (("forward", 1), ("backward", 1 + 2)):
+        pieces = [op for op in ops if op.kind == kind and re.search(r"\.(attention|sum)\d", op.part)]
+        moved = sum(kernel.bytes for op in pieces for kernel in op.kernels if kernel.kind == MEMORY)
+        assert moved == wide * added
 
 
 # --- what moves -----------------------------------------------------------------------------------------------------

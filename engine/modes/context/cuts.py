@@ -16,7 +16,7 @@ whole is skipped, and stays as a piece without work.
 from collections.abc import Callable
 from dataclasses import replace
 
-from engine.cost.kernels import of_part
+from engine.cost.kernels import Kernels, memory, of_part
 from engine.cost.machine import shares_cores
 from engine.job import Job
 from engine.model.decoder import attention_of
@@ -150,7 +150,18 @@ def _turns(job: Job, layer: Layer, rank: int) -> list[Layer]:
     """In turn t a rank attends to what the rank t places before it holds."""
     ranks, spec = job.degree("cp"), job.spec
     pairs = [area(rank, (rank - t) % ranks, ranks, spec.context, spec.balance) for t in range(ranks)]
-    return [_attention(job, layer, f"attention{t}", number) for t, number in enumerate(pairs)]
+    turns = [_attention(job, layer, f"attention{t}", number) for t, number in enumerate(pairs)]
+    merged = _added(job, layer, widths(job)[0])
+    for t, turn in enumerate(turns[1:], 1):
+        if turn.kernels:
+            turns[t] = replace(turn, kernels=turn.kernels + merged)
+    return turns
+
+
+def _added(job: Job, layer: Layer, width: int) -> Kernels:
+    """What a turn gives for so many numbers of each token is added to what was there, on the way back its gradients."""
+    size = layer.item * job.tokens * width
+    return (memory(3 * size, 3 * size),)
 
 
 def _ring_forward(job: Job, layer: Layer, rank: int) -> Cut:
@@ -167,7 +178,7 @@ def _ring_backward(job: Job, layer: Layer, rank: int) -> Cut:
     """A sum is of a turn's gradients of keys and values and of those that came from the rank before."""
     turns, send, recv = _turns(job, layer, rank), *_hops(job, rank)
     width = widths(job)[1]
-    added = {"flops": job.tokens * width // 2, "output": (job.tokens, width)}
+    added = {"flops": job.tokens * width // 2, "output": (job.tokens, width), "kernels": _added(job, layer, width)}
     sums = [piece(layer, f"sum{t}", **added) for t in range(len(turns))]
     wanting = [*sums[1:], piece(layer, "qkv", output=())]  # the piece that waits for what is sent on after each turn
     cut: Cut = [send("activation", turns[1])]
