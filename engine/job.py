@@ -42,6 +42,7 @@ from engine.asking.settings import (
     TOKEN_MODELS,
     TORCH_FLOOR,
     degree,
+    expert_axis,
     planned_only,
     replicas,
 )
@@ -77,6 +78,26 @@ class Job:
     def degree(self, axis: str) -> int:
         """How many coordinates the mesh has on `axis`; 1 where it does not have it."""
         return degree(self.spec, axis)
+
+    @property
+    def expert_axis(self) -> str:
+        """Along which each rank has experts of its own; none where every rank has some of all."""
+        return expert_axis(self.spec)
+
+    @property
+    def whole_experts(self) -> bool:
+        """Whether tensor ranks have experts whole, each others; then each sends its part of the tokens there."""
+        return "tp" in self.expert_axis
+
+    @property
+    def routed_tokens(self) -> int:
+        """Of a sequence, those that a rank sends to experts."""
+        return self.tokens // (self.degree("tp") if self.whole_experts else 1)
+
+    @property
+    def routing_alike(self) -> int:
+        """How many ranks, next to each other, send the same tokens to experts."""
+        return 1 if self.whole_experts else self.degree("tp")
 
     @property
     def num_params(self) -> int:

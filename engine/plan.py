@@ -19,7 +19,8 @@ KINDS = COMPUTE + COLLECTIVES + MESSAGES
 PAYLOADS = ("batch", "activation", "gradient", "weights", "tokens", "control")
 AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
 # Axes taken as one by an op, as torch's DeviceMesh flattens them.
-FLAT = {"_".join(axes): axes for axes in (("dp", "ep"), ("dp", "cp"), ("cp", "ep"), ("dp", "cp", "ep"))}
+FLAT = (("dp", "ep"), ("dp", "cp"), ("cp", "ep"), ("dp", "cp", "ep"), ("ep", "tp"))
+FLAT = {"_".join(axes): axes for axes in FLAT}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

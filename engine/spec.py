@@ -26,7 +26,6 @@ MAX_REAL_DEVICES = 64
 MAX_HEADS = 1024
 MAX_EXPERTS = 1024
 
-
 MODES = (
     "single",
     "data_parallel",
@@ -168,6 +167,12 @@ class Spec:
     cp: int | None = _setting(None, "devices that each sequence is cut over", low=1, high=MAX_DEVICES)
     pp: int | None = _setting(None, "devices that the layers are dealt out to, as stages", low=1, high=MAX_DEVICES)
     ep: int | None = _setting(None, "devices that the experts are dealt out to", low=1, high=MAX_DEVICES)
+    expert_tp: int | None = _setting(
+        None,
+        "tensor ranks that cut each expert: all, or 1, and it is whole, on one of ep x tp devices (moe)",
+        low=1,
+        high=MAX_DEVICES,
+    )
     sequence_parallel: bool | None = _setting(
         None, "between the matrices that tensor ranks share, each of them has part of the tokens (a mesh with tp)"
     )

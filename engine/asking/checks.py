@@ -56,8 +56,7 @@ def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
     if spec.mode == "context":
         return check_context(spec)
     if spec.mode == "hybrid":
-        _check_expert_axis(spec)
-        spec = _check_context_axis(_check_sequences(spec))
+        spec = _check_context_axis(_check_sequences(_check_expert_axis(spec)))
     if spec.mode == "expert" and spec.experts % spec.devices:
         raise _experts_left(spec)
     if spec.mode == "hsdp":
@@ -98,12 +97,14 @@ def _check_sequences(spec: Spec) -> Spec:
     return spec.with_(sequence_parallel=bool(spec.sequence_parallel))
 
 
-def _check_expert_axis(spec: Spec) -> None:
-    """Experts are shared out among ranks that have the same of all the rest."""
+def _check_expert_axis(spec: Spec) -> Spec:
+    """Experts are shared out among ranks that have the same of all the rest, or a part of it."""
     if family(spec.model) != "moe":
         if spec.ep > 1:
             raise SpecError("model_of_mode", "model", spec.model, suggest=MODE_MODELS["expert"][:1], mode="expert")
-        return
+        if spec.expert_tp is not None:
+            raise SpecError("does_not_apply", "expert_tp", spec.expert_tp, to=f"the model {spec.model}")
+        return spec
     works = MODEL_AXES[spec.model]
     for other in (axis for axis in AXES if axis not in works):
         if getattr(spec, other) > 1:
@@ -113,6 +114,20 @@ def _check_expert_axis(spec: Spec) -> None:
         good = nearest([d for d in range(1, spec.experts + 1) if spec.experts % d == 0], spec.ep, 8)
         sizes = f"experts {spec.experts}"
         raise SpecError("devices_divide", "ep", spec.ep, suggest=good, model=spec.model, sizes=sizes)
+    if spec.tp == 1:
+        if spec.expert_tp is not None:
+            raise SpecError("needs_axis", "expert_tp", spec.expert_tp, axis="tp")
+        return spec
+    if spec.expert_tp not in (None, 1, spec.tp):
+        raise SpecError("expert_tp_of_tp", "expert_tp", spec.expert_tp, suggest=[1, spec.tp], tp=spec.tp)
+    if spec.expert_tp == 1 and spec.experts % (spec.ep * spec.tp):
+        each = spec.experts // spec.tp  # of a tensor rank, to be dealt out over ep
+        wrong, good = "ep", nearest([d for d in range(1, each + 1) if each % d == 0], spec.ep)
+        if spec.experts % spec.tp:
+            wrong, good = "expert_tp", [spec.tp]
+        names = {"ranks": spec.ep * spec.tp, "experts": spec.experts}
+        raise SpecError("whole_experts", wrong, getattr(spec, wrong), suggest=good, **names)
+    return spec.with_(expert_tp=spec.expert_tp or spec.tp)
 
 
 def _check_shards(spec: Spec, layers: tuple[Layer, ...]) -> None:
@@ -124,8 +139,10 @@ def _check_shards(spec: Spec, layers: tuple[Layer, ...]) -> None:
         sizes |= {name: size for name in ("kv_heads", "ffn", "dense_ffn") if (size := getattr(spec, name)) is not None}
     else:
         sizes = {"features": next(layer.output[-1] for layer in layers if len(layer.output) == 1)}
-    if spec.mode != "sequence" and not spec.sequence_parallel:
+    if spec.mode != "sequence" and not spec.sequence_parallel and spec.expert_tp != 1:
         sizes.pop("context", None)
+    if spec.expert_tp == 1 and not (spec.shared_experts or spec.dense_layers):
+        sizes.pop("ffn", None)
     shared, ranks = math.gcd(*sizes.values()), degrees(spec)["tp"]
     if shared % ranks:
         good = nearest([d for d in range(1, shared + 1) if shared % d == 0], ranks, 8)

@@ -69,6 +69,10 @@ RULES = {
     "divide it; {setting} is {value}.",
     "context_divides": "A sequence is dealt out in {chunks} equal chunks a device, so {setting} times {chunks} must "
     "divide the context ({context}); {setting} is {value}.",
+    "expert_tp_of_tp": "Tensor ranks cut each expert as they cut the rest, or not at all: {setting} is tp ({tp}) or 1; "
+    "it is {value}.",
+    "whole_experts": "Experts that are whole beside tensor ranks (expert-tp 1) are dealt out to ep x tp = {ranks} "
+    "devices, which must divide the number of experts ({experts}); {setting} is {value}.",
     "heads_of_ulysses": "With attention ulysses each device gets an equal part of the heads ({heads}) and of the "
     "context ({context}), so {setting} must divide both; {setting} is {value}.",
     "ring_too_long": "A ring takes as many turns as it has ranks, so its plan grows with their square: with attention "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from engine.model.presets import LATENT, PRESETS, family
-from engine.plan import AXES
+from engine.plan import AXES, FLAT
 from engine.spec import Spec
 
 # Sizes with which a model can be planned and simulated, and not run.
@@ -64,6 +64,7 @@ MODE_SETTINGS = {
         "cp": None,
         "ep": None,
         "tp": None,
+        "expert_tp": None,
         "sequence_parallel": None,
         "attention": None,
         "balance": None,
@@ -182,7 +183,9 @@ def applies(setting: str, mode: str, model: str) -> bool:
 
 
 def degree(spec: Spec, axis: str) -> int:
-    """Of one of the axes in `degrees`; 1 where the mesh does not have it."""
+    """Of one of the axes in `degrees`, or of some of them as one; 1 where the mesh does not have it."""
+    if axis in FLAT:
+        return math.prod(degree(spec, each) for each in FLAT[axis])
     if spec.mode in MODE_AXIS:
         return spec.devices if MODE_AXIS[spec.mode] == axis else 1
     return getattr(spec, axis) if axis in MODE_SETTINGS[spec.mode] else 1
@@ -193,6 +196,13 @@ def degrees(spec: Spec) -> dict[str, int]:
     if spec.mode in MODE_AXIS:
         return {MODE_AXIS[spec.mode]: spec.devices}
     return {axis: getattr(spec, axis) for axis in MODE_SETTINGS[spec.mode] if axis in AXES}
+
+
+def expert_axis(spec: Spec) -> str:
+    """Along which each rank has experts of its own: ep, with tp where tensor ranks have experts whole; none where every
+    rank has some of all."""
+    axes = ("ep", "tp") if spec.expert_tp == 1 else ("ep",)
+    return "_".join(axis for axis in axes if degree(spec, axis) > 1)
 
 
 def replicas(spec: Spec) -> int:

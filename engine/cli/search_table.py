@@ -68,6 +68,7 @@ def layout(row: dict[str, Any]) -> str:
     if row["accumulate"] > 1:
         words.append(f"accumulate {row['accumulate']}")
     words += ["sequence parallel"] if settings.get("sequence_parallel") else []
+    words += ["whole experts"] if settings.get("expert_tp") == 1 else []
     words += [f"recompute {row['recompute']}"] if row["recompute"] not in (None, "none") else []
     return "; ".join(words)
 

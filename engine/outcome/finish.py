@@ -174,7 +174,7 @@ def _expert_tokens(job: Job, routed: list[Routed | None]) -> dict[str, Any] | No
     `even`: as many as each would get if all got the same."""
     totals: list[dict[str, np.ndarray]] = []
     for step in filter(None, routed):
-        apart = step[:: job.degree("tp")]  # tensor ranks have the same tokens
+        apart = step[:: job.routing_alike]
         blocks = sorted({name for rank in apart for name in rank}, key=[layer.name for layer in job.layers].index)
         totals.append({name: sum(np.array(rank[name]).sum(0) for rank in apart if name in rank) for name in blocks})
     if not totals:
@@ -216,7 +216,7 @@ def _conformance(
         seen[span.step].add(span.rank)
     whole = [step for step in range(done) if len(seen[step]) == job.spec.devices]
     report, joined = conform(spans, plan_of, whole)
-    report |= {"steps": len(whole), "routed": job.degree("ep") > 1, "reason": None}
+    report |= {"steps": len(whole), "routed": job.expert_axis != "", "reason": None}
     if not whole:
         report |= {"ok": None if early else False, "reason": "no step was recorded on every rank"}
     return report, joined

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engine.job import Job
@@ -35,10 +36,19 @@ class Meshes:
         self.layers = self._sharding(self.whole, replicas) if is_shared(mesh) else None
         self.experts: Sharding | None = None
         self.experts_tp: DeviceMesh | None = None
-        if job.degree("ep") > 1:
+        self.expert_group = self._expert_group(job)
+        if job.expert_axis and self.layers is not None:
             replicas = replicas_of(mesh, of_experts=True)
             alike = self._of_experts(job, replicas or "dp")
             self.experts, self.experts_tp = self._sharding(alike, replicas), alike["tp"]
+
+    def _expert_group(self, job: Job) -> dist.ProcessGroup | None:
+        """The ranks that share experts out."""
+        if job.expert_axis in ("", *AXES):
+            return self.every.get_group(job.expert_axis) if job.expert_axis else None
+        ranks = self.every.mesh.reshape(-1, job.degree(job.expert_axis))  # of the last two axes
+        names = ("rest", job.expert_axis)
+        return DeviceMesh(self.every.device_type, ranks, mesh_dim_names=names).get_group(job.expert_axis)
 
     def _joined(self, job: Job, replicas: str) -> DeviceMesh:
         """(all other axes, those of REPLICATED as one, fsdp, tp)"""

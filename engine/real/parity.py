@@ -122,7 +122,7 @@ class Parity:
             names, allowed = sorted(reference.parameters), tolerance(self.job.spec)
             first = [each[0] for each in reports]
             result = verdict(first, reference.losses, names, self.steps, allowed)
-            apart = first[:: self.job.degree("tp")]  # tensor ranks have the same tokens
+            apart = first[:: self.job.routing_alike]
             both = zip(zip(*(report["routed"] for report in apart), strict=True), reference.routed, strict=True)
             strays = sum(strayed(ranks, wanted) for ranks, wanted in both)
             if strays and not result["ok"]:

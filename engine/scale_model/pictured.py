@@ -133,7 +133,7 @@ def _sizes(job: Job) -> dict[str, int]:
         sizes["context"] = min(spec.context, _multiple(2 * cut, TOKENS))
     if family(spec.model) == "moe":
         sizes["top_k"] = min(spec.top_k, 2)
-        sizes["experts"] = min(spec.experts, _multiple(job.degree("ep"), sizes["top_k"]))
+        sizes["experts"] = min(spec.experts, _multiple(job.degree(job.expert_axis), sizes["top_k"]))
     return sizes
 
 

@@ -201,7 +201,8 @@ class Bounds:
 
     def _work(self, job: Job, way: Way, *, attends: bool = True) -> Work:
         spec, samples = job.spec, job.local_batch // way.pieces
-        key = (samples, way.recompute, spec.sequence_parallel, spec.attention, spec.balance, job.degree("pp") > 1)
+        shared = (spec.sequence_parallel, job.expert_axis, spec.attention, spec.balance)
+        key = (samples, way.recompute, *shared, job.degree("pp") > 1)
         key += (attends, *(job.degree(axis) for axis in ("cp", "ep", "tp")))
         if key not in self._known:
             job = replace(_one_of_each(job), spec=spec.with_(recompute=way.recompute))
@@ -219,7 +220,7 @@ class Bounds:
     def _stays(self, job: Job, *, waits: bool = False) -> Stays:
         """`waits`: gradients wait for the last micro-step, whole."""
         mesh = mesh_of(job)
-        key = (Stays, mesh.axes, mesh.degrees, waits)
+        key = (Stays, mesh.axes, mesh.degrees, job.expert_axis, waits)
         if key not in self._known:
             job, found = _one_of_each(job), []
             memory_rate = self._machine(job).memory_rate
@@ -231,7 +232,7 @@ class Bounds:
 
     def _travels(self, job: Job) -> Travels:
         mesh = mesh_of(job)
-        key = (Travels, mesh.axes, mesh.degrees)
+        key = (Travels, mesh.axes, mesh.degrees, job.expert_axis)
         if key not in self._known:
             job = _one_of_each(job)
             own, machine, found = own_tokens(job), self._machine(job), []
@@ -239,7 +240,7 @@ class Bounds:
             axes = ("fsdp", replicas_of(mesh), replicas_of(mesh, of_experts=True))
             for layer in held(own, FIRST):
                 units = [chain.Unit(layer, (), ())]
-                if job.degree("ep") > 1:  # experts are a unit of their own
+                if job.expert_axis:  # experts are a unit of their own
                     units = units_of(own, [layer], 1, FIRST, stage=0)
                 gathers = [op for unit in units for op in gather(unit.layer, job, mesh)]
                 reduces = [op for unit in units for op in reduce(unit, job, mesh)]

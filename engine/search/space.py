@@ -12,19 +12,22 @@ optimizer's state that replicas share. They are on, unless given.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import operator
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from engine import schedules
 from engine.asking.settings import MODE_SETTINGS, MODEL_AXES, MODEL_DEFAULTS, SPLIT_BACKWARD, planned_only
 from engine.cost.machine import Machine
-from engine.model.presets import PRESETS
+from engine.model.presets import PRESETS, family
 from engine.spec import MODES, RECOMPUTE, Spec
 
 AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
 ORDER = ("schedule", "stages_per_rank")  # of a pipeline
-SEARCHED = ("mode", *AXES, "sequence_parallel", "recompute", "accumulate", "microbatches", *ORDER)
+SEARCHED = ("mode", *AXES, "sequence_parallel", "expert_tp", "recompute", "accumulate", "microbatches", *ORDER)
 AS_TODAY = {"flash": True, "share_optimizer": True}
 LONG = 16_384  # tokens. Llama 3 was trained with cp 16 at 131,072 and without at 8,192 (arXiv:2407.21783, table 4)
 NOT_THE_SAME = ("local_sgd",)  # a mode that trains something else than one device would
@@ -42,8 +45,9 @@ def base_of(spec: Spec, held: Collection[str]) -> Spec:
 
 
 def meshes(spec: Spec, held: Collection[str]) -> Iterator[Settings]:
-    """Mode, degrees, and whether tensor ranks share tokens too. A model that can run has modes for meshes of one axis
-    and for replicas of shards; of one that is only planned every mesh is one of the mode hybrid."""
+    """Mode, degrees, whether tensor ranks share tokens too, and whether they have experts whole. A model that can run
+    has modes for meshes of one axis and for replicas of shards; of one that is only planned every mesh is one of the
+    mode hybrid."""
     modes = [spec.mode] if "mode" in held else ["hybrid"]
     if "mode" not in held and planned_only(spec) is None and not set(held) & set(AXES):
         modes = [mode for mode in MODES if mode not in NOT_THE_SAME and (mode != "single" or spec.devices == 1)]
@@ -59,8 +63,13 @@ def meshes(spec: Spec, held: Collection[str]) -> Iterator[Settings]:
             several = {axis for axis, degree in (mesh | given).items() if degree > 1}
             if len(modes) > 1 and (len(several) < 2 or (mode == "hybrid" and several == {"dp", "fsdp"})):
                 continue  # it is a mode by its own name
-            for tokens in (None, True) if _has_choice("sequence_parallel", mode, held, "tp" in several) else (None,):
-                yield {"mode": mode} | mesh | ({"sequence_parallel": tokens} if tokens else {})
+            beside_tp = {"sequence_parallel": True} | ({"expert_tp": 1} if family(spec.model) == "moe" else {})
+            choices = [
+                ({}, {name: value}) if _has_choice(name, mode, held, "tp" in several) else ({},)
+                for name, value in beside_tp.items()
+            ]
+            for one in itertools.product(*choices):
+                yield {"mode": mode} | mesh | functools.reduce(operator.or_, one)
 
 
 def _is_long(spec: Spec) -> bool:

@@ -33,7 +33,7 @@ ASKED_FOR = (
     *PLANNED_EXPERTS,
 )
 NARROW = {
-    "hybrid": (*PIPELINE_SETTINGS, *CONTEXT_SETTINGS, "sequence_parallel")
+    "hybrid": (*PIPELINE_SETTINGS, *CONTEXT_SETTINGS, "sequence_parallel", "expert_tp")
 }  # of axes that are 1 wide, unless asked for
 
 

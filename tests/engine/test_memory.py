@@ -203,6 +203,7 @@ def test_gradients_of_an_embedding_are_whole_on_each_tensor_rank():
 EXACT = ("parameters", "gradients", "optimizer")
 INDEX = 64  # bytes: the places of a rank's own tokens, under context parallelism
 MLP = {"model": "mlp", "global_batch": 48}
+WHOLE_EXPERTS = {"model": "moe", "experts": 4, "tp": 2, "ep": 2, "expert_tp": 1}
 CASES = {
     "single": ("single", 1, {"model": "cnn", "global_batch": 48, "recompute": "selective"}),
     "single-gpt": ("single", 1, GPT | {"optimizer": "adamw"}),
@@ -247,6 +248,8 @@ CASES = {
         4,
         GPT | {"model": "moe", "experts": 4, "tp": 2, "ep": 2, "sequence_parallel": True},
     ),
+    "whole experts": ("hybrid", 4, GPT | WHOLE_EXPERTS | {"recompute": "selective"}),
+    "whole experts, own tokens": ("hybrid", 4, GPT | WHOLE_EXPERTS | {"sequence_parallel": True, "precision": "bf16"}),
     "experts of replicas": ("hybrid", 4, GPT | {"model": "moe", "experts": 4, "dp": 2, "ep": 2}),
 }
 

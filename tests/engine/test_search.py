@@ -17,6 +17,7 @@ from engine.asking.rules import SpecError
 from engine.cli import search_table
 from engine.cost.machine import EVERYBODY, MACHINES
 from engine.job import prepare
+from engine.model.presets import family
 from engine.predict import predict
 from engine.search import Search, report
 from engine.search.bounds import Bounds, Way, in_flight
@@ -101,6 +102,8 @@ def cases(model: str, devices: int, number: int, **given):
         else:
             settings |= {"accumulate": 2 ** draw.randrange(4)}
         settings |= {"sequence_parallel": True} if settings["tp"] > 1 and draw.random() < 0.5 else {}
+        if family(model) == "moe":
+            settings |= {"expert_tp": 1} if settings["tp"] > 1 and draw.random() < 0.5 else {}
         try:
             found.append(
                 prepare(Spec(mode="hybrid", model=model, devices=devices, global_batch=96, **settings, **given))

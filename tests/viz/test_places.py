@@ -255,6 +255,18 @@ def test_tensor_ranks_have_parts_of_the_same_experts_and_of_the_rest():
     }
 
 
+def test_tensor_ranks_that_have_experts_whole_have_others_each():
+    plan, layers, timeline = predicted("hybrid", 4, model="moe", layers=1, ep=2, tp=2, expert_tp=1)
+    info = picture_info(plan, layers, timeline)
+    for rank, box in enumerate(info.places.boxes):
+        rest, experts = [[(x - c.x0) / (c.x1 - c.x0) for x in c.kept] for c in box.cells[1:3]]
+        assert box.cells[2].experts == (rank * 2, rank * 2 + 2, 8)
+        assert rest == pytest.approx([rank % 2 / 2, (rank % 2 + 1) / 2])
+        assert experts == pytest.approx([rank / 4, (rank + 1) / 4])
+    assert {span.lane for span in timeline.spans() if span.kind == "all_to_all"} == {"ep_tp"}
+    assert set(info.places.links) >= {(0, 1), (1, 2), (2, 3), (3, 0)}  # one ring for tokens
+
+
 def test_a_layer_that_is_whole_fills_its_cell_and_one_that_is_absent_none_of_it():
     first, second = places(TWO, ["a", "b"]).boxes[0].cells
     assert first.kept == (first.x0, first.x1)

@@ -103,7 +103,7 @@ def places(
     wide = min(BOX_WIDTHS[1], max(BOX_WIDTHS[0], BOX_SHARE * pitch))
     below = MARGIN if rows > 1 else BELOW
     height = MARGIN + rows * high + (rows - 1) * GAP + below
-    boxes = []
+    boxes, expert_axis = [], _expert_axis(plan)
     for rank in ranks:
         column, row = spots[rank]
         x, y = (column + 0.5) * pitch, height - MARGIN - row * (high + GAP) - high
@@ -116,8 +116,8 @@ def places(
         stage_of = dict.fromkeys(program.holds, stages[0] if stages else 0)
         stage_of |= zip(program.holds, program.stages, strict=False)
         cells = _cells(layers, stage_of, _held(plan, rank), _updated(plan, rank), inner, stacked)
-        if stacked and plan.mesh.degree("ep") > 1:
-            cells = _with_experts(cells, experts, plan.mesh, rank)
+        if stacked and expert_axis:
+            cells = _with_experts(cells, experts, plan.mesh, rank, expert_axis)
         boxes.append(Box(rank, tuple(stages), held, x - wide / 2, x + wide / 2, y, y + high, cells, loads))
     hidden, links = plan.world_size - len(ranks), tuple(sorted(graph.edges))
     return Places(tuple(boxes), hidden, height, links, _frames(plan, boxes))
@@ -320,15 +320,26 @@ def _cells(
     return tuple(cells)
 
 
-def _with_experts(cells: Sequence[Cell], experts: Sequence[int], mesh: Mesh, rank: int) -> tuple[Cell, ...]:
-    """Where experts are shared out over ranks, each block's have the right half of its cell: there, a run is held. Of
-    both halves tensor ranks have as much as each other, and in each of these parts ranks on fsdp."""
-    ranks, place = mesh.degree("ep"), mesh.coordinate(rank, "ep")
-    shards = mesh.degree("tp") * mesh.degree("fsdp")
-    shard = (mesh.coordinate(rank, "tp") * mesh.degree("fsdp") + mesh.coordinate(rank, "fsdp")) / shards
+def _expert_axis(plan: Plan) -> str:
+    """The axis along which tokens travel to experts; none where they do not."""
+    ops = (op for program in plan.programs for op in Ops.of(program.ops).templates)
+    return next((op.axis for op in ops if op.kind == "all_to_all" and op.payload == "tokens"), "")
 
-    def own(begin: float, end: float) -> tuple[float, float]:
-        return begin + shard * (end - begin), begin + (shard + 1 / shards) * (end - begin)
+
+def _with_experts(cells: Sequence[Cell], experts: Sequence[int], mesh: Mesh, rank: int, axis: str) -> tuple[Cell, ...]:
+    """Where experts are shared out over ranks, each block's have the right half of its cell: there, a run is held. Of
+    both halves tensor ranks have as much as each other, unless each has experts of its own; and in each of these parts
+    ranks on fsdp."""
+    ranks, place = mesh.degree(axis), mesh.coordinate(rank, axis)
+
+    def own(begin: float, end: float, *cut: str) -> tuple[float, float]:
+        for each in (*cut, "fsdp"):
+            part = (end - begin) / mesh.degree(each)
+            begin += mesh.coordinate(rank, each) * part
+            end = begin + part
+        return begin, end
+
+    of_experts = () if "tp" in axis else ("tp",)
 
     found: list[Cell] = []
     for cell in cells:
@@ -338,8 +349,8 @@ def _with_experts(cells: Sequence[Cell], experts: Sequence[int], mesh: Mesh, ran
             continue
         middle = (cell.x0 + cell.x1) / 2
         step, each = (cell.x1 - middle - 2) / count, count // ranks * cell.held
-        right = own(middle + 2 + place * each * step, middle + 2 + (place + 1) * each * step)
-        left = own(cell.x0, middle - 2) if cell.held else cell.kept
+        right = own(middle + 2 + place * each * step, middle + 2 + (place + 1) * each * step, *of_experts)
+        left = own(cell.x0, middle - 2, "tp") if cell.held else cell.kept
         found += [
             cell._replace(x1=middle - 2, kept=left, updated=left),
             cell._replace(

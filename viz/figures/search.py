@@ -122,6 +122,8 @@ def words(settings: Mapping[str, Any], text: Text) -> str:
             told.append(text(f"figure.search.{name}", number=settings[name]))
     if settings.get("sequence_parallel"):
         told.append(text("setting.sequence_parallel"))
+    if settings.get("expert_tp") == 1:
+        told.append(text("figure.search.expert_tp"))
     if settings.get("recompute", "none") != "none":
         told.append(text("figure.search.recompute", what=text(f"recompute.{settings['recompute']}")))
     return " · ".join(told)

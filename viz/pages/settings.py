@@ -33,6 +33,7 @@ ROWS = (
     ("accumulate", "sync_every"),
     ("sync_every_microstep",),
     ("sequence_parallel",),
+    ("expert_tp",),
     ("attention", "balance"),
     ("bucket_mb",),
     ("compress", "compress_rank"),
@@ -146,6 +147,8 @@ def _idle(name: str, asked: Asked, job: Job) -> bool:
         return name not in MODEL_AXES.get(asked.model, MODEL_AXES[""])
     if asked.mode == "hybrid" and name == "sequence_parallel":
         return job.degree("tp") == 1 or job.spec.model not in MODE_MODELS["sequence"]
+    if asked.mode == "hybrid" and name == "expert_tp":
+        return job.degree("tp") == 1 or job.spec.model not in MODE_MODELS["expert"]
     if asked.mode == "hybrid" and name in PIPELINE_SETTINGS:
         return job.degree("pp") == 1
     return asked.mode == "hybrid" and name in CONTEXT_SETTINGS and job.degree("cp") == 1

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from engine.job import Job
 from engine.model.shapes import Layer, num_experts
-from engine.modes.expert.pieces import INT64, pieces, routed
+from engine.modes.expert.pieces import INT64, pieces, routed, shared
 from engine.modes.sequence import plan as sequence
 from engine.modes.tensor import plan as tensor
 from engine.modes.tensor.cuts import Cut, Way, names_in
@@ -30,7 +30,7 @@ def arrivals(job: Job, layer: Layer, group: Sequence[int], place: int, samples: 
 
 def _copies(job: Job, samples: int) -> int:
     """Copies of tokens that a rank sends."""
-    return samples * job.tokens * job.spec.top_k
+    return samples * job.routed_tokens * job.spec.top_k
 
 
 def parts(job: Job, kind: str, name: str) -> tuple[str, ...]:
@@ -54,10 +54,10 @@ def forward(job: Job, layer: Layer, arrived: int, samples: int) -> Cut:
     if not made:
         return cut
     before, inside, _ = (piece.name for piece in made)
-    counts = _all_to_all(layer, "counts", "control", INT64 * job.spec.experts)
-    dispatch = piece(layer, "dispatch", output=(job.tokens, job.spec.top_k * job.spec.hidden))
-    there = _all_to_all(layer, "dispatch", "tokens", _bytes(job, _copies(job, samples)))
-    back = _all_to_all(layer, "combine", "tokens", _bytes(job, arrived))
+    counts = _all_to_all(job, layer, "counts", "control", INT64 * job.spec.experts)
+    dispatch = piece(layer, "dispatch", output=(job.routed_tokens, job.spec.top_k * job.spec.hidden))
+    there = _all_to_all(job, layer, "dispatch", "tokens", _bytes(job, _copies(job, samples)))
+    back = _all_to_all(job, layer, "combine", "tokens", _bytes(job, arrived))
     return _with(cut, {before: [counts, dispatch, there], inside: [back]})
 
 
@@ -67,20 +67,21 @@ def backward(job: Job, layer: Layer, arrived: int, samples: int) -> Cut:
     if not made:
         return cut
     _, inside, after = (piece.name for piece in made)
-    there = _all_to_all(layer, "combine", "gradient", _bytes(job, _copies(job, samples)))
-    back = _all_to_all(layer, "dispatch", "gradient", _bytes(job, arrived))
+    there = _all_to_all(job, layer, "combine", "gradient", _bytes(job, _copies(job, samples)))
+    back = _all_to_all(job, layer, "dispatch", "gradient", _bytes(job, arrived))
     return _with(cut, {after: [there], inside: [back]})
 
 
 def _cut(job: Job, layer: Layer, arrived: int, samples: int, *, back: bool) -> tuple[Cut, tuple[Layer, ...]]:
     """A layer as tensor ranks cut it; and the pieces between which tokens travel, where experts are shared out."""
     made: tuple[Layer, ...] = ()
-    if job.degree("ep") > 1 and num_experts(layer):
+    if job.expert_axis and num_experts(layer):
         made = (pieces if job.degree("tp") == 1 else routed)(job, layer, arrived, samples)
     if job.degree("tp") == 1:
         return [*(made[::-1] if back else made)] or [layer], made
     ways = sequence if job.spec.sequence_parallel else tensor
-    return (ways.backward if back else ways.forward)(job, layer, made), made
+    apart = shared(job, layer) if made and job.whole_experts else ()
+    return (ways.backward if back else ways.forward)(job, layer, (*apart, *made)), made
 
 
 def _with(cut: Cut, exchanges: dict[str, list[Layer | Op]]) -> Cut:
@@ -92,8 +93,8 @@ def _after(item: Layer | Op, exchanges: dict[str, list[Layer | Op]]) -> Sequence
     return exchanges.get(item.name, ()) if isinstance(item, Layer) else ()
 
 
-def _all_to_all(layer: Layer, part: str, payload: str, size: int) -> Op:
-    return Op(kind="all_to_all", part=f"{layer.name}.{part}", payload=payload, axis="ep", bytes=size)
+def _all_to_all(job: Job, layer: Layer, part: str, payload: str, size: int) -> Op:
+    return Op(kind="all_to_all", part=f"{layer.name}.{part}", payload=payload, axis=job.expert_axis, bytes=size)
 
 
 def _bytes(job: Job, copies: int) -> int:

@@ -6,7 +6,6 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,6 +14,7 @@ from engine.modes.ddp.run import replicate
 from engine.modes.expert.cuts import parts
 from engine.real import models
 from engine.real.data import Batches
+from engine.real.experts import share_experts
 from engine.real.recorder import Recorder
 from engine.real.training import LocalTraining, Place
 
@@ -89,60 +89,3 @@ class Average:
         for parameter, mean in zip(self.parameters, means, strict=True):
             parameter.grad.copy_(mean.view_as(parameter))
         self.there = 0
-
-
-def share_experts(chain: models.Chain, group: dist.ProcessGroup, recorder: Recorder) -> list[str]:
-    """Leave each rank of the group a run of each block's experts, and let tokens travel to all of them. Returns the
-    names of the parameters that this rank has and the others have not; a group of one shares nothing.
-
-    The loss is the mean over the ranks' losses, and an expert sees the tokens of all of them: so its gradient is the
-    sum over the ranks, divided by their number, and among them is final.
-    """
-    ranks = dist.get_world_size(group)
-    if ranks == 1:
-        return []
-    names = []
-    for block in chain.children():
-        if not isinstance(block, models.MixtureBlock):
-            continue
-        each = block.num_experts // ranks
-        first = dist.get_rank(group) * each
-        for expert in [name for name, _ in block.experts.named_children() if not first <= int(name) < first + each]:
-            delattr(block.experts, expert)
-        names += [f"{block.name}.experts.{name}" for name, _ in block.experts.named_parameters()]
-        block.elsewhere = Elsewhere(block, group, recorder)
-    return names
-
-
-class Elsewhere:
-    """A block's experts on all ranks of a group, instead of its own."""
-
-    def __init__(self, block: models.MixtureBlock, group: dist.ProcessGroup, recorder: Recorder):
-        self.block, self.group, self.recorder = block, group, recorder
-
-    def __call__(self, tokens: torch.Tensor, order: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        ranks, each = dist.get_world_size(self.group), len([*self.block.experts.children()])
-        coming = torch.empty_like(counts)  # from each rank, for each of the experts here
-        self.recorder.collective("all_to_all", counts.nbytes, axis="ep", payload="control")
-        dist.all_to_all_single(coming, counts, group=self.group)
-        self.recorder.waited()
-        there, here = (sizes.view(ranks, each).sum(1).tolist() for sizes in (counts, coming))
-        arrived = self._exchange(tokens[order], there, here)
-        expert = torch.arange(each, device=coming.device).repeat(ranks).repeat_interleave(coming)
-        by_expert = expert.argsort(stable=True)  # they come by rank
-        made = self.block.experts(arrived, by_expert, coming.view(ranks, each).sum(0))
-        if made.requires_grad:  # between the two, gradients are those of the mean over the ranks
-            made.register_hook(lambda gradient: gradient / ranks)
-            arrived.register_hook(lambda gradient: gradient * ranks)
-        return self._exchange(made[by_expert.argsort()], here, there)
-
-    def _exchange(self, copies: torch.Tensor, sent: list[int], got: list[int]) -> torch.Tensor:
-        """The first `sent[0]` copies to the first rank, and so on; gradients travel the other way."""
-        recorder = self.recorder
-        recorder.collective("all_to_all", copies.nbytes, axis="ep", payload="tokens")
-        result = funcol.wait_tensor(funcol.all_to_all_single_autograd(copies, got, sent, self.group))
-        recorder.waited()
-        if result.requires_grad:
-            result.register_hook(lambda g: recorder.collective("all_to_all", g.nbytes, axis="ep", payload="gradient"))
-            copies.register_hook(lambda gradient: recorder.waited())
-        return result

@@ -10,7 +10,8 @@ from engine.modes.tensor import shards
 def held(job: Job, place: int) -> tuple[Layer, ...]:
     """The model's layers, with the experts that the rank at `place` of its group holds, a run of them, and of those,
     as of all the rest, what a tensor rank has."""
-    return tuple(_with_some(layer, place, num_experts(layer) // job.degree("ep")) for layer in shards.held(job))
+    ranks = job.degree(job.expert_axis)
+    return tuple(_with_some(layer, place, num_experts(layer) // ranks) for layer in shards.held(job))
 
 
 def _with_some(layer: Layer, place: int, each: int) -> Layer:

@@ -20,10 +20,11 @@ def norm_sums(job: Job, mesh: Mesh, layers: Iterable[Layer]) -> list[tuple[str, 
         sequences = bool(job.spec.sequence_parallel)
         cut |= {f"{layer.name}.{name}" for layer in job.layers for name in partial(layer, sequences=sequences)}
     names = [f"{layer.name}.{name}" for layer in layers for name, _ in layer.params]
-    shared = job.degree("ep") > 1  # then each rank has experts of its own
-    apart = [shared and name.split(".")[1] == "experts" for name in names]
+    shared = job.expert_axis  # along it each rank has experts of its own
+    apart = [shared != "" and name.split(".")[1] == "experts" for name in names]
     experts, names = sum(apart), [name for name, one in zip(names, apart, strict=True) if not one]
-    of_experts = [(axis, experts) for axis in ("fsdp", "tp") if experts and mesh.degree(axis) > 1]
+    cut_along = ("fsdp",) if job.whole_experts else ("fsdp", "tp")
+    of_experts = [(axis, experts) for axis in cut_along if experts and mesh.degree(axis) > 1]
     alike = Counter(name.rpartition(".")[0] in cut for name in names)  # in the order in which they are met
     sums = [
         (axis, count)
@@ -31,4 +32,4 @@ def norm_sums(job: Job, mesh: Mesh, layers: Iterable[Layer]) -> list[tuple[str, 
         for axis in ("fsdp", "tp")
         if mesh.degree(axis) > 1 and (on_tensor_ranks or axis == "fsdp")
     ]
-    return [*of_experts, *([("ep", 1)] if shared else []), *sums, *([("pp", 1)] if mesh.degree("pp") > 1 else [])]
+    return [*of_experts, *([(shared, 1)] if shared else []), *sums, *([("pp", 1)] if mesh.degree("pp") > 1 else [])]

@@ -14,7 +14,8 @@ LESSON = Lesson(
         ),
         Step(
             "Cut of the model",
-            "Stages take layers, ep ranks experts, tensor ranks parts of all matrices; fsdp ranks share what is left.",
+            "Stages take layers, ep ranks experts, tensor ranks parts of all matrices, or experts whole (expert-tp 1); "
+            "fsdp ranks share what is left.",
         ),
         Step(
             "Data assignment",
@@ -38,7 +39,7 @@ LESSON = Lesson(
         Step(
             "Handing on",
             "Activations go to the next stage along pp, keys and values round along cp, or tokens to their experts "
-            "along ep; gradients go back.",
+            "along ep, and along tp where its ranks have them whole; gradients go back.",
             kinds=("send", "recv", "all_to_all"),
         ),
         Step(

@@ -3,8 +3,8 @@
 Cut for tensor ranks a layer's sums are all-reduces; where sequences are parallel too, they are gathers and scatters of
 tokens. The gradients of norms that have seen a part of the tokens, and of routers before a part of each expert, are
 summed over the tensor ranks. Where sequences are dealt out over cp, attention is cut as it is there, each tensor rank
-with the keys of its own heads. Where experts are shared out over ep, they are a unit of their own: other ranks have the
-same ones than of the rest.
+with the keys of its own heads. Where experts are shared out, over ep or tensor ranks too, they are a unit of their own:
+other ranks have the same ones than of the rest.
 """
 
 from collections.abc import Sequence
@@ -31,18 +31,19 @@ class Seat(NamedTuple):
     """Where a rank stands on axes along which not all ranks do the same."""
 
     cp: int = 0
-    ep: int = 0
-    experts: tuple[int, ...] = ()  # the ranks of its group on ep
+    expert: int = 0  # among the ranks that share experts out
+    experts: tuple[int, ...] = ()  # those ranks
 
 
-def seat_of(mesh: Mesh, rank: int) -> Seat:
-    at = [mesh.coordinate(rank, axis) if mesh.has(axis) else 0 for axis in ("cp", "ep")]
-    return Seat(*at, mesh.group(rank, "ep") if mesh.has("ep") else (rank,))
+def seat_of(job: Job, mesh: Mesh, rank: int) -> Seat:
+    axes = ("cp", job.expert_axis)
+    at = [mesh.coordinate(rank, axis) if mesh.has(axis) else 0 for axis in axes]
+    return Seat(*at, mesh.group(rank, axes[1]) if mesh.has(axes[1]) else (rank,))
 
 
 def held(job: Job, seat: Seat) -> tuple[Layer, ...]:
     """The layers, with the shapes of what the rank holds of them before it is sharded."""
-    return shares.held(job, seat.ep) if job.degree("ep") > 1 else shards.held(job)
+    return shares.held(job, seat.expert) if job.expert_axis else shards.held(job)
 
 
 def units_of(
@@ -60,7 +61,7 @@ def units_of(
     """Layers of `held`, as a rank computes them in a pass, the step's `turn`-th; the job is that of `own_tokens`.
     `sent`: the last output goes on to another stage. `stays`: all are there until a later half of the backward.
     `blocks`: what has been cut for this seat."""
-    if job.degree("ep") > 1:
+    if job.expert_axis:
         made = units(job, layers, samples, *_expert_ways(job, samples, seat, turn), stage=stage, sent=sent, stays=stays)
         return [part for unit in made for part in _experts_apart(_with_sums(job, unit))]
     known = {"stage": stage, "sent": sent, "stays": stays, "blocks": blocks}
@@ -96,7 +97,7 @@ def _experts_apart(unit: chain.Unit) -> Sequence[chain.Unit]:
 
 def parts(job: Job, kind: str, name: str, *, seat: Seat) -> tuple[str, ...]:
     """Names of the pieces of layer `name` in a pass of this kind, for the recorder."""
-    if job.degree("ep") > 1:
+    if job.expert_axis:
         own = context.own_tokens(job)
         (layer,) = [layer for layer in held(own, seat) if layer.name == name]
         return names_in(own, layer, _expert_ways(own, 1, seat), kind)
@@ -106,7 +107,13 @@ def parts(job: Job, kind: str, name: str, *, seat: Seat) -> tuple[str, ...]:
 
 def output_of(job: Job, layer: Layer) -> Layer:
     """The last piece of a layer in forward: its output is what a rank passes on."""
-    return tensor.output_of(job, layer, (sequence if job.spec.sequence_parallel else tensor).forward)
+    way = (sequence if job.spec.sequence_parallel else tensor).forward
+    return tensor.output_of(job, layer, _sending if job.expert_axis else way)
+
+
+def _sending(job: Job, layer: Layer) -> Cut:
+    """Forward of a rank to whose experts as many tokens come as it sends."""
+    return expert.forward(job, layer, job.routed_tokens * job.spec.top_k, 1)
 
 
 def tokens_of(job: Job, seat: Seat) -> str:
@@ -127,7 +134,7 @@ def ways(job: Job, samples: int, place: int) -> tuple[Way, Way]:
 
 
 def _expert_ways(job: Job, samples: int, seat: Seat, turn: int = 0) -> tuple[Way, Way]:
-    both = expert.ways(job, seat.experts, seat.ep, samples, turn)
+    both = expert.ways(job, seat.experts, seat.expert, samples, turn)
     return both if job.degree("cp") == 1 else _dealt_out(both, samples, seat.cp)
 
 

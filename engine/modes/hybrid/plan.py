@@ -26,14 +26,14 @@ def plan(job: Job, step: int) -> Plan:
     mesh, own = mesh_of(job), own_tokens(job)
     if family(job.spec.model) == "moe" and set(mesh.axes) <= {"dp", "ep"}:
         return expert.on_mesh(job, mesh, step)
-    apart = job.routed is not None and job.degree("ep") > 1  # each rank gets tokens of its own number
+    apart = job.routed is not None and job.expert_axis != ""  # each rank gets tokens of its own number
     made: dict[tuple[Seat, int], list[Program]] = {}  # (seat, rank of a pipeline) -> of each coordinate on fsdp
     axes = [axis for axis in mesh.axes if apart or axis in ("pp", "cp", "fsdp")]  # along which programs differ
     places = np.stack([np.zeros(mesh.size, dtype=np.int64), *(_coordinates(mesh, axis) for axis in axes)])
     _, first, kind = np.unique(places, axis=1, return_index=True, return_inverse=True)
     played: dict[int, Program] = {}
     for rank in sorted(first.tolist()):
-        seat, at = seat_of(mesh, rank) if apart else Seat(cp=_at(mesh, rank, "cp")), _at(mesh, rank, "pp")
+        seat, at = seat_of(job, mesh, rank) if apart else Seat(cp=_at(mesh, rank, "cp")), _at(mesh, rank, "pp")
         if (seat, at) not in made:
             made |= {(seat, i): new for i, new in _made(own, mesh, seat, [at] if apart else range(job.degree("pp")))}
         played[rank] = made[seat, at][shard_of(mesh, rank)]
@@ -79,11 +79,11 @@ def _at(mesh: Mesh, rank: int, axis: str) -> int:
 def _whole(job: Job, mesh: Mesh, seat: Seat) -> tuple[list[Program], list[int]]:
     """The programs of ranks with all layers, and which of them each coordinate on fsdp runs."""
     layers, tokens = held(job, seat), tokens_of(job, seat)
-    units = units_of(job, layers, job.micro_batch, seat)
+    turns = range(job.microsteps if job.routed is not None else 1)  # where tokens go is known of each
+    units = [units_of(job, layers, job.micro_batch, seat, turn=k) for k in turns]
     if is_shared(mesh):
-        turns = range(job.microsteps if job.routed is not None else 1)  # where tokens go is known of each
         beside = summed(job, job.micro_batch)
-        each = [passes_twice(job, mesh, units_of(job, layers, job.micro_batch, seat, turn=k), beside) for k in turns]
+        each = [passes_twice(job, mesh, of_turn, beside) for of_turn in units]
 
         def passes(k: int, synced: bool) -> list[Op]:
             return each[k % len(each)][0](k, synced)
@@ -91,9 +91,9 @@ def _whole(job: Job, mesh: Mesh, seat: Seat) -> tuple[list[Program], list[int]]:
         # With master weights, replicas as Megatron-LM has them.
         gathered = 0 if job.spec.master_weights and mesh.degree("fsdp") == 1 else each[0][1]
         return sharded_programs(job, mesh, layers, passes, gathered=gathered, tokens=tokens)
-    steps = chain.microsteps(job, lambda k, synced: _alone(units))
+    steps = chain.microsteps(job, lambda k, synced: _alone(units[k % len(units)]))
     steps = [replace(op, part=tokens) if op.kind == "load" else op for op in steps]
-    sums = [op for unit in units for op in unit.sums]
+    sums = [op for unit in units[0] for op in unit.sums]
     whole = sum(gradient_bytes(job, layer) for layer in layers)
     known = {"memory": {"gathered": 0}, "least": whole}
     return sharing(job, mesh, dict(enumerate(layers)), lambda update: (*steps, *sums, *update), **known)

@@ -14,7 +14,7 @@ from engine.model.presets import family
 from engine.modes.context.cuts import own_tokens
 from engine.modes.context.run import deal_out, look_around
 from engine.modes.expert.plan import all_ranks
-from engine.modes.expert.run import replicated, share_experts
+from engine.modes.expert.run import replicated
 from engine.modes.fsdp.run import shard_layers
 from engine.modes.hybrid.cuts import held, output_of, parts, seat_of
 from engine.modes.hybrid.plan import mesh_of
@@ -24,6 +24,7 @@ from engine.modes.tensor import run as tensor
 from engine.modes.tensor.run import TensorTraining, cut_layers, lay_out_gradients
 from engine.real import models
 from engine.real.data import Batches
+from engine.real.experts import share_experts
 from engine.real.functional import announce
 from engine.real.layered_stage import LayeredStage
 from engine.real.meshes import Meshes
@@ -39,7 +40,7 @@ def training(job: Job, place: Place) -> Training:
         return replicated(job, place, groups[0], axis=all_ranks(axes), copies=groups[1])
     if job.degree("tp") > 1:
         announce(recorder, "tp")
-    recorder.parts = functools.partial(parts, job, seat=seat_of(axes, place.rank))
+    recorder.parts = functools.partial(parts, job, seat=seat_of(job, axes, place.rank))
     batches = Batches(job, _replica(job, meshes.every), job.replicas, place.device)
     deal_out(batches, job, meshes.every.get_group("cp"))
     if job.degree("pp") > 1:
@@ -48,8 +49,8 @@ def training(job: Job, place: Place) -> Training:
     chain.recorder = recorder
     own = distribute(chain, job, meshes, reshard_after_forward=True)
     local = TensorTraining(job, place, chain, chain, batches, models.make_optimizer(job, chain.parameters()))
-    if job.degree("ep") > 1:
-        local.norm_groups, local.norm_names = {"ep": meshes.every.get_group("ep")}, {"ep": own}
+    if own:
+        local.norm_groups, local.norm_names = {job.expert_axis: meshes.expert_group}, {job.expert_axis: own}
     if isinstance(chain, FSDPModule):
         local.reducing = lambda reduces: nullcontext(chain.set_requires_gradient_sync(reduces))
     return local
@@ -65,9 +66,10 @@ def _replica(job: Job, mesh: DeviceMesh) -> int:
 
 def distribute(chain: models.Chain, job: Job, meshes: Meshes, *, reshard_after_forward: bool) -> list[str]:
     """Layers that see some tokens and have some experts, cut for tensor ranks; and what this rank has of them sharded
-    over fsdp and replicated. Returns the names of the parameters that others on ep have not."""
+    over fsdp and replicated. Returns the names of the parameters that others along the experts' axis have not."""
     look_around(chain, job, meshes.every.get_group("cp"), chain.recorder)
-    own = share_experts(chain, meshes.every.get_group("ep"), chain.recorder)
+    known = {"axis": job.expert_axis, "losses": job.degree("ep")}
+    own = share_experts(chain, meshes.expert_group, chain.recorder, **known) if job.expert_axis else []
     if job.degree("tp") > 1:
         here = [name for name, _ in chain.named_children()]
         layouts = (sequence if job.spec.sequence_parallel else tensor).layouts(job, meshes.experts_tp)
@@ -92,17 +94,18 @@ class MeshPipeline(Pipeline):
     stage_class = LayeredStage
 
     def __init__(self, job: Job, place: Place, batches: Batches, meshes: Meshes):
-        self.meshes, self.seat, self.norm_names = meshes, seat_of(mesh_of(job), place.rank), {}
+        self.meshes, self.seat, self.norm_names = meshes, seat_of(job, mesh_of(job), place.rank), {}
         super().__init__(job, place, batches, meshes.every.get_group("pp"))
-        axes = ("ep", "pp") if job.degree("ep") > 1 else ("pp",)  # others' DTensors sum over those themselves
-        self.norm_groups = {axis: meshes.every.get_group(axis) for axis in axes}
+        # Others' DTensors sum over those themselves.
+        self.norm_groups = {job.expert_axis: meshes.expert_group} if job.expert_axis else {}
+        self.norm_groups["pp"] = meshes.every.get_group("pp")
 
     def prepared(self, chain: models.Chain) -> models.Chain:
         chain = super().prepared(chain)
         chain.register_forward_hook(_own_storage)
         own = distribute(chain, self.job, self.meshes, reshard_after_forward=False)
-        if self.job.degree("ep") > 1:
-            self.norm_names.setdefault("ep", []).extend(own)
+        if self.job.expert_axis:
+            self.norm_names.setdefault(self.job.expert_axis, []).extend(own)
         return chain
 
     def make_gradients(self, step: int) -> float | None:

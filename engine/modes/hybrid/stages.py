@@ -55,7 +55,7 @@ def in_stages(
             known = {"split": split, "local": stage + 1 in stages}
             passes |= _passes(job, mesh, layers, stage, made[stage], seat, blocks, **known)
         row = _gathering_first(rows[rank], passes) if spec.schedule in ONE_STAGE else rows[rank]
-        apart = job.routed is not None and job.degree("ep") > 1
+        apart = job.routed is not None and job.expert_axis != ""
         if apart:
             for stage, turn in product(stages, range(spec.microbatches * job.microsteps)):
                 known = {"turn": turn, "split": split, "local": stage + 1 in stages}

@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 
 from engine.job import Job
-from engine.model.shapes import Layer
+from engine.model.shapes import Layer, num_experts
+from engine.modes.expert.pieces import joined
 from engine.modes.tensor.cuts import Cut, collective
 from engine.modes.tensor.pieces import decoder, loss, with_loss
 from engine.modes.tensor.plan import assemble, inside_of, names_of
@@ -83,7 +84,7 @@ def _in_turn(parts: list[list[Layer]], before: str, after: str) -> Cut:
     """
     cut: Cut = [*parts[0]]
     for i in range(1, len(parts), 2):
-        (outside,), inside, following = parts[i - 1], parts[i], parts[i + 1]
+        outside, inside, following = parts[i - 1][-1], parts[i], parts[i + 1]
         cut += [
             collective(before, inside[0].name, outside.output_bytes), *inside,
             collective(after, inside[-1].name, inside[-1].output_bytes), *following,
@@ -92,39 +93,40 @@ def _in_turn(parts: list[list[Layer]], before: str, after: str) -> Cut:
 
 
 def _pieces(job: Job, layer: Layer, inside: Sequence[Layer]) -> list[list[Layer]]:
-    """A block, cut wherever its tokens are gathered or scattered. DTensor keeps the gathered input of each pair."""
+    """A block, cut wherever its tokens are gathered or scattered. DTensor keeps the gathered input of each pair. To
+    whole experts each rank sends tokens of its own: nothing is gathered for them, but for what they share."""
     ranks, tokens, sizes = job.degree("tp"), _tokens(job), decoder(job)
     part, whole, total_saved = layer.item * math.prod(tokens), _gathered(job), sizes.sum_saved(tokens[0])
     norm, total = sizes.norm_kernels(tokens[0]), sizes.sum_kernels(tokens[0])
     kept, only = sizes.attention_saved(ranks), sizes.repeats_scores
-    return [
-        [piece(layer, "norm1", "norm1", saved=_norm(job), output=tokens, kernels=norm, products=_norm(job) * only)],
-        [
-            piece(
-                layer, "attention", *ATTENTION,
-                flops=sizes.attention_flops(ranks),
-                saved=whole + kept,
-                output=layer.output,
-                products=whole + kept - sizes.scores_saved(ranks) if only else whole + part + kept,
-                kernels=sizes.attention_kernels(ranks),
-            )
-        ],
-        [
-            piece(
-                layer, "norm2", "norm2",
-                saved=total_saved - sizes.copied(tokens[0]) + _norm(job), output=tokens, kernels=total + norm,
-                products=(total_saved + _norm(job)) * only,
-            )
-        ],
-        _given_all(job, inside or [inside_of(job, layer)], part),
-        [
-            piece(
-                layer, "sum",
-                saved=total_saved, copied=sizes.copied(tokens[0]), output=tokens, products=total_saved,
-                products_copied=layer.products_copied // ranks, kernels=total,
-            )
-        ],
-    ]  # fmt: skip
+    apart = job.whole_experts and num_experts(layer)
+    normed = _norm(job) + (part if apart else 0)  # what the second norm keeps: a router takes a rank's own tokens
+    norm1 = piece(layer, "norm1", "norm1", saved=_norm(job), output=tokens, kernels=norm, products=_norm(job) * only)
+    attention = piece(
+        layer, "attention", *ATTENTION,
+        flops=sizes.attention_flops(ranks),
+        saved=whole + kept,
+        output=layer.output,
+        products=whole + kept - sizes.scores_saved(ranks) if only else whole + part + kept,
+        kernels=sizes.attention_kernels(ranks),
+    )  # fmt: skip
+    norm2 = piece(
+        layer, "norm2", "norm2",
+        saved=total_saved - sizes.copied(tokens[0]) + normed, output=tokens, kernels=total + norm,
+        products=(total_saved + normed) * only,
+    )  # fmt: skip
+    after = piece(
+        layer, "sum",
+        saved=total_saved, copied=sizes.copied(tokens[0]), output=tokens, products=total_saved,
+        products_copied=layer.products_copied // ranks, kernels=total,
+    )  # fmt: skip
+    if not apart:
+        return [[norm1], [attention], [norm2], _given_all(job, inside or [inside_of(job, layer)], part), [after]]
+    *shared, router, experts, combine = inside
+    own = [router, experts, joined([combine, after], "combine")]
+    if shared:
+        return [[norm1], [attention], [norm2], _given_all(job, shared, part), _repeating(job, own)]
+    return [[norm1], [attention], _repeating(job, [joined([norm2, router], "router"), *own[1:]])]
 
 
 def _given_all(job: Job, inside: Sequence[Layer], part: int) -> list[Layer]:
@@ -133,7 +135,11 @@ def _given_all(job: Job, inside: Sequence[Layer], part: int) -> list[Layer]:
     first, *rest = inside
     *ahead, last = dataclasses.replace(first, saved=first.saved + _gathered(job)), *rest
     kept = last.products + part + (_gathered(job) if last.last_flops else 0)
-    made = [*ahead, dataclasses.replace(last, products=kept)]
+    return _repeating(job, [*ahead, dataclasses.replace(last, products=kept)])
+
+
+def _repeating(job: Job, pieces: list[Layer]) -> list[Layer]:
+    """All that they keep is kept where recomputing selectively repeats nothing but scores."""
     if not decoder(job).repeats_scores:
-        return made
-    return [dataclasses.replace(each, products=each.saved) for each in made]
+        return pieces
+    return [dataclasses.replace(each, products=each.saved) for each in pieces]

@@ -16,7 +16,6 @@ from engine.modes.tensor.run import LOGITS, TensorTraining, parallel_chain, rout
 from engine.modes.tensor.shards import PARTIAL, partial
 from engine.real import models
 from engine.real.data import Batches
-from engine.real.experts import SharedExperts
 from engine.real.training import Place
 
 CONTEXT = Shard(1)  # of [N, context, hidden]
@@ -40,7 +39,7 @@ def layouts(job: Job, experts: DeviceMesh | None = None) -> dict[str, ParallelSt
     # [context, hidden], which is whole on every rank, to this rank's part of the context
     own_places = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0))
     plan: dict[str, ParallelStyle] = {"embed.position": own_places} | {norm: SequenceParallel() for norm in norms}
-    plan |= {block: SharedExperts(CONTEXT, experts) for block in routed(job)}
+    plan |= routed(job, CONTEXT, experts)
     for name, style in cut:
         if style == "vocabulary":
             plan[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=CONTEXT)

@@ -91,7 +91,8 @@ def _again(job: Job, layer: Layer, cut: Cut, samples: int, stage: int | None, *,
         last = [item for item in cut if isinstance(item, Layer) and kept[item.name]][-1]
         change = -last.left
         if job.spec.recompute == "selective":  # what a sum over ranks came to is kept, beside what it is a sum of
-            change += last.left if any(item.kind in SUMS for item in cut if isinstance(item, Op)) else 0
+            met = [item.kind for item in cut if isinstance(item, Op)][-1:]
+            change += last.left if met and met[0] in SUMS else 0
             change += layer.output_bytes if layer.last_flops else 0
         change += 0 if needs_forward(last) and not sent else last.left  # what needs nothing goes back before
         ops[-1] = dataclasses.replace(ops[-1], saved=ops[-1].saved + change * samples)

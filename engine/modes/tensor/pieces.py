@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from engine.job import Job
 from engine.model.decoder import Decoder
-from engine.model.shapes import FP32, Layer
+from engine.model.shapes import FP32, Layer, num_experts
 from engine.modes.tensor.cuts import Cut, collective
 from engine.modes.tensor.shards import MLP, NORMED_ATTENTION, piece
 
@@ -89,17 +89,22 @@ def mlp_of(job: Job, layer: Layer) -> Layer:
 
 
 def second_half(job: Job, layer: Layer, inside: Sequence[Layer]) -> list[Layer]:
-    """What is after a block's attention: `inside`, whose output is summed over ranks, with the sum and the norm before
-    it and the sum after. Of products are kept what they are summed to, the block's output, and that of a last one."""
-    (c, h), sizes = layer.output, decoder(job)
+    """What is after a block's attention: `inside`, whose output is summed over ranks, or of whole experts gathered,
+    with the sum and the norm before it and the sum after. Of products are kept what they are summed to, the block's
+    output, and that of a last one."""
+    (_, h), sizes = layer.output, decoder(job)
     first, *rest = inside
     norm = tuple((name, shape) for name, shape in layer.params if name.startswith("norm2"))
     around = (*sizes.sum_kernels(), *sizes.norm_kernels())
     saved = first.saved + sizes.norm_saved() + sizes.sum_saved() - sizes.copied()
+    apart = job.whole_experts and num_experts(layer)
+    if apart:  # each rank has a copy of its own tokens, for its router; all are kept for what experts share
+        saved += layer.item * job.routed_tokens * h - (0 if job.spec.shared_experts else layer.output_bytes)
     first = dataclasses.replace(first, params=norm + first.params, saved=saved, kernels=around + first.kernels)
     *ahead, last = first, *rest
-    kept = last.products + layer.item * c * h * (3 if last.last_flops else 2)
+    kept = last.products + layer.output_bytes * (3 if last.last_flops else 1 if apart else 2)
     known = {"copied": layer.copied, "products_copied": layer.products_copied}
-    last = dataclasses.replace(last, saved=last.saved + sizes.sum_saved(), products=kept, **known)
+    known |= {"saved": last.saved + sizes.sum_saved(), "products": kept, "output": layer.output}
+    last = dataclasses.replace(last, **known)
     made = [*ahead, last]
     return [dataclasses.replace(each, products=each.saved) for each in made] if sizes.repeats_scores else made

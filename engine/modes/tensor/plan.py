@@ -99,13 +99,27 @@ def forward(job: Job, layer: Layer, inside: Sequence[Layer] = ()) -> Cut:
         return loss(job, layer, decoder(job).norm_saved())
     if layer.name.startswith("block"):
         attention, second = attention_of(job, layer), second_half(job, layer, inside or [inside_of(job, layer)])
-        totals = [collective("all_reduce", part.name, layer.output_bytes) for part in (attention, second[-1])]
+        total = collective("all_reduce", attention.name, layer.output_bytes)
         after = piece(layer, "sum", output=whole, kernels=decoder(job).sum_kernels())
-        return [attention, totals[0], *second, totals[1], after]
+        return [attention, total, *_meeting(job, layer, second, back=False), after]
     if style == "row":
         total = collective("all_reduce", layer.name, layer.output_bytes)
         return [dense(job, layer, style), total, piece(layer, "output", output=whole)]
     return [dense(job, layer, style) if style else layer]
+
+
+def _meeting(job: Job, layer: Layer, pieces: Sequence[Layer], *, back: bool) -> Cut:
+    """The second half of a block, in the order of its way, where ranks sum what they have parts of. Of whole experts
+    each has the tokens that it has sent there, which are gathered."""
+    apart = ("router" if back else "combine") if job.whole_experts else ""
+    cut: Cut = []
+    for part in reversed(pieces) if back else pieces:
+        cut.append(part)
+        if apart and part.name == f"{layer.name}.{apart}":
+            cut.append(collective("all_gather", part.name, layer.output_bytes // job.degree("tp")))
+        elif part is pieces[0 if back else -1] or part.name.endswith(".shared"):
+            cut.append(collective("all_reduce", part.name, layer.output_bytes))
+    return cut
 
 
 def backward(job: Job, layer: Layer, inside: Sequence[Layer] = ()) -> Cut:
@@ -121,11 +135,11 @@ def backward(job: Job, layer: Layer, inside: Sequence[Layer] = ()) -> Cut:
         # A norm, and the sum before it, go back where their gradients have been summed: in the piece after.
         outside = (*sizes.norm_kernels(), *sizes.sum_kernels())
         both = zip(second_half(job, layer, inside), inside, strict=True)
-        second = [dataclasses.replace(part, kernels=own.kernels) for part, own in both][::-1]
+        second = [dataclasses.replace(part, kernels=own.kernels) for part, own in both]
         attention = dataclasses.replace(attention_of(job, layer), kernels=(*sizes.attention_kernels(ranks), *outside))
-        totals = [collective("all_reduce", part.name, layer.output_bytes) for part in (second[-1], attention)]
+        total = collective("all_reduce", attention.name, layer.output_bytes)
         after = piece(layer, "norm1", output=layer.output, kernels=outside)
-        return [*second, totals[0], attention, totals[1], after]
+        return [*_meeting(job, layer, second, back=True), attention, total, after]
     if style == "column" and layer.name != job.layers[0].name:  # nobody needs the gradient of the model's input
         inputs = layer.params[0][1][1]
         total = collective("all_reduce", layer.name, layer.item * inputs)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -19,7 +19,7 @@ from engine.modes.tensor.plan import parts
 from engine.modes.tensor.shards import styles
 from engine.real import models
 from engine.real.data import Batches
-from engine.real.experts import SharedExperts
+from engine.real.experts import SharedExperts, WholeExperts
 from engine.real.functional import announce
 from engine.real.training import LocalTraining, Place
 
@@ -35,7 +35,7 @@ def training(job: Job, place: Place) -> "TensorTraining":
 
 def layouts(job: Job, experts: DeviceMesh | None = None) -> dict[str, ParallelStyle]:
     """Module name -> how its parameters lie on the ranks. `experts`: the mesh for those of blocks, if it is another."""
-    plan: dict[str, ParallelStyle] = {block: SharedExperts(Replicate(), experts) for block in routed(job)}
+    plan: dict[str, ParallelStyle] = routed(job, Replicate(), experts)
     for name, style in styles_alone(job):
         if style == "vocabulary":
             plan[name] = RowwiseParallel(input_layouts=Replicate())
@@ -46,9 +46,12 @@ def layouts(job: Job, experts: DeviceMesh | None = None) -> dict[str, ParallelSt
     return plan
 
 
-def routed(job: Job) -> list[str]:
-    """Blocks whose experts tensor ranks share."""
-    return [layer.name for layer in job.layers if num_experts(layer) and job.degree("tp") > 1]
+def routed(job: Job, tokens: Placement, experts: DeviceMesh | None) -> dict[str, ParallelStyle]:
+    """Blocks whose experts tensor ranks share. `tokens`: how these lie on the ranks outside of them."""
+    if job.degree("tp") == 1:
+        return {}
+    style = WholeExperts(tokens) if job.whole_experts else SharedExperts(tokens, experts)
+    return {layer.name: style for layer in job.layers if num_experts(layer)}
 
 
 def styles_alone(job: Job) -> list[tuple[str, str]]:

@@ -2,8 +2,8 @@
 
 A layer cut by columns is followed by one cut by rows: what lies between them stays cut, and only the output of the
 second has to be summed over the ranks (Shoeybi et al. 2019, arXiv:1909.08053, section 3). The vocabulary is cut, too:
-each rank embeds the tokens that it has, and computes their logits. Experts are cut like any MLP; their router, and what
-makes a latent of a token, is whole on every rank.
+each rank embeds the tokens that it has, and computes their logits. Experts are cut like any MLP, unless ranks have them
+whole, each of them others; their router, and what makes a latent of a token, is whole on every rank.
 """
 
 import dataclasses
@@ -30,6 +30,8 @@ CUT = {("vocabulary", "weight"): 0, ("column", "weight"): 0, ("column", "bias"):
 def style_of(job: Job, module: str) -> str | None:
     """Column, row, or vocabulary (rows of an embedding); None where it is whole on every rank."""
     if job.degree("tp") == 1:
+        return None
+    if job.whole_experts and ".experts." in module:
         return None
     if job.spec.model in TOKEN_MODELS:
         inside = BLOCK.get(module.rpartition(".")[2]) if module.startswith("block") else None
