@@ -69,6 +69,8 @@ SAME = {"load": "batch"}  # loading looks like what it loads
 # Layers of the model, by the stage that holds them: soft, so that a glow is seen on top. Used in turn.
 STAGES = ("#8DB3D9", "#B9A7DC", "#85C9B6", "#DDB48A", "#D9A0B8", "#A9B8C6")
 
+FROZEN = "#C3CCD6"  # and hatched: layers that are not trained
+
 # Stand-ins for colours that the viewer's theme has: readable on white and on black as they are, and replaced by the
 # player with the theme's own. No two are equal, so that each can be found in a figure's JSON.
 INK, LINE, GROUND, SURFACE = "#7B8086", "#7B8087", "#7B8088", "#7B8089"

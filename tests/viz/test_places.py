@@ -1,6 +1,7 @@
 """Where devices stand: in order, apart from each other, with their layers in them."""
 
 import math
+import re
 
 import pytest
 
@@ -12,7 +13,7 @@ from viz.figures.moving import moving_picture
 from viz.figures.picture import picture_info
 from viz.figures.places import BELOW, GAP, MARGIN, MAX_BOXES, OUTSIDE, drawn, places, segment
 from viz.locales import text
-from viz.theme import stage_colour
+from viz.theme import FROZEN, stage_colour
 
 EN = text("en")
 
@@ -81,6 +82,37 @@ def test_an_owner_lights_only_what_it_updates():
     plan, layers, timeline = predicted("ddp", 2)
     box = moving_picture(picture_info(plan, layers, timeline), EN)["boxes"][1]
     assert box["updated"] == box["kept"] == [cell[:2] for cell in box["cells"]]
+
+
+def test_a_frozen_layer_is_hatched_and_said_to_be_and_no_update_lights_it():
+    plan, layers, timeline = predicted("ddp", 2, model="mlp", freeze="fc1,fc2")
+    payload = moving_picture(picture_info(plan, layers, timeline), EN)
+    trained = [name not in ("fc1", "fc2") for name in payload["boxes"][0]["layers"]]
+    assert 0 < sum(trained) < len(trained)
+    for box in payload["boxes"]:
+        assert [x1 > x0 for x0, x1 in box["updated"]] == trained
+        assert [x1 > x0 for x0, x1 in box["kept"]] == [True] * len(trained)
+    shapes = payload["figure"]["layout"]["shapes"]
+    assert [shape.get("fillcolor") for shape in shapes].count(FROZEN) == 4
+    hatched = [shape["path"] for shape in shapes if shape["type"] == "path"]
+    cell = picture_info(plan, layers, timeline).places.boxes[0].cells[0]
+    ends = [float(number) for number in re.findall(r"[\d.]+", hatched[0])]
+    assert len(hatched) == 4
+    assert (min(ends[::2]), max(ends[::2])) == pytest.approx(cell.kept, abs=0.1)
+    assert (min(ends[1::2]), max(ends[1::2])) == pytest.approx((cell.y0, cell.y1), abs=0.1)
+    assert payload["caption"] == EN("figure.frozen")
+    plan, layers, timeline = predicted("ddp", 2, model="mlp")
+    payload = moving_picture(picture_info(plan, layers, timeline), EN)
+    assert not [shape for shape in payload["figure"]["layout"]["shapes"] if shape["type"] == "path"]
+    assert payload["caption"] == ""
+
+
+@pytest.mark.parametrize(("mode", "devices"), [("context", 8), ("fsdp", 4), ("ddp", 16)])
+def test_layers_of_a_gpt_have_room_for_their_names_in_several_rows(mode, devices):
+    """Letters of 13 pixels; a name is left out of less than 12."""
+    plan, layers, _ = predicted(mode, devices, model="gpt")
+    cells = places(plan, [layer.name for layer in layers]).boxes[0].cells
+    assert min(cell.y1 - cell.y0 for cell in cells) > 12
 
 
 def test_a_device_with_several_stages_shows_which_layers_are_whose():

@@ -84,7 +84,8 @@ def picture_info(
             raise ValueError(f"the view {view} needs a {name} timeline")
     names = [layer if isinstance(layer, str) else layer.name for layer in layers]
     experts = [0 if isinstance(layer, str) else num_experts(layer) for layer in layers]
-    where = places(plan, names, memory, experts)
+    frozen = [i for i, layer in enumerate(layers) if not isinstance(layer, str) and layer.frozen]
+    where = places(plan, names, memory, experts, frozen)
     ranks = [box.rank for box in where.boxes]
     front = from_start(predicted if view == "predicted" else measured, ranks)
     behind = from_start(predicted, ranks) if view == "both" else []
@@ -132,12 +133,13 @@ def typical_step(timeline: Timeline) -> int:
 
 
 def caption(info: PictureInfo, text: words.Text) -> str:
-    """What must be said about the picture: that it is empty, or that not all devices are drawn. Mostly nothing."""
+    """What must be said about the picture: that it is empty, what hatched layers are, how few devices are drawn."""
     if info.is_empty:
         return text("figure.empty")
+    told = [text("figure.frozen")] if any(cell.frozen for box in info.places.boxes for cell in box.cells) else []
     if info.places.hidden:
-        return text("figure.not_drawn", drawn=len(info.places.boxes), total=f"{info.total:,}")
-    return ""
+        told.append(text("figure.not_drawn", drawn=len(info.places.boxes), total=f"{info.total:,}"))
+    return " ".join(told)
 
 
 def look_of(bar: Bar) -> str:

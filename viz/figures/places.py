@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import networkx as nx
@@ -27,7 +27,10 @@ BOX_WIDTHS, BOX_SHARE = (56, 250), 0.64  # narrowest and widest; part of a colum
 MARGIN, GAP = 44, 58  # above all boxes, and below several rows, where batches enter; between two rows of boxes
 BELOW = 16  # a single row
 TITLE, FOOT, PAD = 34, 26, 10  # inside a box: above the cells, below them, at their sides
-CELL_HEIGHTS, MAX_COLUMN = (14, 26), 8  # of cells stacked in a column; more than these stand in one row
+CELL_HEIGHTS, MAX_COLUMN = (
+    (16, 26),
+    8,
+)  # room for a name; of cells stacked in a column; more than these stand in one row
 FRAME = 9  # between boxes and the frame round them
 LANE = 7  # how far each direction of a link lies from the middle
 
@@ -48,6 +51,7 @@ class Cell(NamedTuple):
     kept: tuple[float, float]  # from x to x: the part of the cell that stands for what the device holds of it
     updated: tuple[float, float]  # likewise: what its optimizer updates
     experts: tuple[int, int, int] = (0, 0, 0)  # those held, from the first up to the second, of how many
+    frozen: bool = False  # it is not trained
 
     @property
     def held(self) -> bool:
@@ -86,10 +90,14 @@ class Places(NamedTuple):
 
 
 def places(
-    plan: Plan, layers: Sequence[str], memory: Sequence[int] | None = None, experts: Sequence[int] = ()
+    plan: Plan,
+    layers: Sequence[str],
+    memory: Sequence[int] | None = None,
+    experts: Sequence[int] = (),
+    frozen: Collection[int] = (),
 ) -> Places:
     """`memory`: bytes of each rank; without it, what the plan says stays in memory for the whole step. `experts`: how
-    many each layer has."""
+    many each layer has. `frozen`: places of the layers that are not trained."""
     ranks = drawn(plan)
     graph = device_graph(plan, ranks)
     spots = grid(graph)
@@ -115,7 +123,8 @@ def places(
         inner = (x - wide / 2 + PAD, x + wide / 2 - PAD, y + FOOT, y + FOOT + zone)
         stage_of = dict.fromkeys(program.holds, stages[0] if stages else 0)
         stage_of |= zip(program.holds, program.stages, strict=False)
-        cells = _cells(layers, stage_of, _held(plan, rank), _updated(plan, rank), inner, stacked)
+        updated = _updated(plan, rank) | dict.fromkeys(frozen, (0.0, 0.0))
+        cells = _cells(layers, stage_of, _held(plan, rank), updated, frozen, inner, stacked)
         if stacked and expert_axis:
             cells = _with_experts(cells, experts, plan.mesh, rank, expert_axis)
         boxes.append(Box(rank, tuple(stages), held, x - wide / 2, x + wide / 2, y, y + high, cells, loads))
@@ -292,6 +301,7 @@ def _cells(
     stage_of: dict[int, int],
     held: dict[int, tuple[float, float]],
     updated: dict[int, tuple[float, float]],
+    frozen: Collection[int],
     inner: tuple,
     stacked: bool,
 ) -> tuple[Cell, ...]:
@@ -314,9 +324,11 @@ def _cells(
             step = (x1 - x0) / count
             spot = (x0 + i * step, x0 + (i + 1) * step - min(3, step / 4), y0 + 4, y1)
         left, right = spot[:2]
-        spans = parts[0] if parts else (0.0, 0.0), updated.get(first) or (parts[0] if parts else (0.0, 0.0))
+        part = parts[0] if parts else (0.0, 0.0)
+        spans = part, updated.get(next((layer for layer in range(first, end) if layer not in frozen), first), part)
         kept, new = ((left + (right - left) * a, left + (right - left) * b) for a, b in spans)
-        cells.append(Cell((first, end), name, stage, *spot, kept, new))
+        still = all(layer in frozen for layer in range(first, end))
+        cells.append(Cell((first, end), name, stage, *spot, kept, new, frozen=still))
     return tuple(cells)
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 TICK = 0.0012  # of the clock: a bar is at least so wide, so that an op that takes no time is still seen
+HATCH = 9  # pixels between two lines of a layer that is not trained
 MIN_SLOT = 5  # pixels: where an expert has less, those that are held are drawn as one
 RADIUS, FLOOR = 12, 30  # of a box's corners; pixels between the devices and the timeline
 
@@ -188,8 +189,9 @@ def _inside(box: Box, where: Places) -> list[dict[str, Any]]:
     """The layers that a device holds, in the colours of their stages, and its share of the fullest device's memory."""
     shapes = []
     for cell in (cell for cell in box.cells if cell.held):
-        shapes.append(_block(*cell.kept, cell.y0, cell.y1, theme.stage_colour(cell.stage)))
-        shapes += _slots(cell)
+        colour = theme.FROZEN if cell.frozen else theme.stage_colour(cell.stage)
+        shapes.append(_block(*cell.kept, cell.y0, cell.y1, colour))
+        shapes += [*_slots(cell), *_hatching(cell)]
     most = max(other.memory for other in where.boxes)
     x0, x1, y = gauge(box)
     shapes.append(_block(x0, x1, y - 2.5, y + 2.5, theme.LINE))
@@ -206,6 +208,20 @@ def _slots(cell: Cell) -> list[dict[str, Any]]:
         return []
     edges = [(cell.x0 + i * step, theme.GROUND if first < i < end else theme.LINE) for i in range(1, count)]
     return [_block(x - 0.7, x + 0.7, cell.y0, cell.y1, colour) for x, colour in edges]
+
+
+def _hatching(cell: Cell) -> list[dict[str, Any]]:
+    """Lines that rise to the right through a layer that is not trained."""
+    (x0, x1), y0, y1 = cell.kept, cell.y0, cell.y1
+    high = y1 - y0
+    if not cell.frozen or x1 - x0 < HATCH:
+        return []
+    ways = []
+    for i in range(1, math.ceil((x1 - x0 + high) / HATCH)):
+        foot = x0 - high + i * HATCH
+        left, right = max(foot, x0), min(foot + high, x1)
+        ways.append(f"M{left:.1f},{y0 + left - foot:.1f}L{right:.1f},{y0 + right - foot:.1f}")
+    return [{"type": "path", "path": "".join(ways), "line": {"width": 1.5, "color": theme.GROUND}, "opacity": 0.6}]
 
 
 def gauge(box: Box) -> tuple[float, float, float]:
