@@ -115,6 +115,17 @@ class Timeline:
         columns = dict(self.columns) | {name: np.maximum(self[name], before) for name in _REAL}
         return replace(self, columns=columns)
 
+    def ahead(self, step: int) -> dict[int, float]:
+        """Of each rank that computed of a step before it began (see `in_turn`), for how many seconds."""
+        earlier, found = self["end"][self["step"] == step - 1], {}
+        mine = self.where((self["step"] == step) & (self["lane"] == "compute"))
+        if len(earlier):
+            cut = np.minimum(mine["end"], earlier.max()) - mine["start"]
+            for rank, seconds in zip(mine["rank"].tolist(), cut.tolist(), strict=True):
+                if seconds > 0:
+                    found[rank] = found.get(rank, 0.0) + seconds
+        return found
+
     def step_seconds(self) -> dict[int, float]:
         """How long each step took, in turn."""
         timeline = self.in_turn()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from streamlit.testing.v1 import AppTest
 
 from engine import archive, checkpoints, launch
 from engine.job import prepare
 from engine.spec import Spec
+from engine.timeline import Timeline
 from tests.app.reading import charts, query, words
 
 Lab = Callable[..., AppTest]
@@ -116,6 +119,19 @@ def test_the_step_shown_first_is_a_steady_one_of_median_length(lab: Lab, record:
     app = lab(f"run={record(Spec()).name}")
     assert step_box(app).value == 4
     assert list(step_box(app).options) == ["Step 0", "Step 1", "Step 2", "Step 3", "Step 4 (typical)"]
+
+
+def test_what_a_fast_rank_did_before_the_step_began_is_said_not_to_be_drawn(lab: Lab, record: Callable[..., Path]):
+    """Step 3 lasts from 30 to 33 (in predicted steps), 4 from 40 on: rank 1 is made to begin it at 32, rank 0 at 33."""
+    folder = record(Spec(devices=2, model="mlp"))
+    app = lab(f"run={folder.name}")
+    assert "Not drawn" not in words(app)
+    timeline = Timeline.load(folder / "timeline.parquet")
+    ten = timeline["start"][timeline["step"] == 1].min() - timeline["start"][timeline["step"] == 0].min()
+    shift = np.where(timeline["step"] == 4, np.where(timeline["rank"] == 1, 0.8, 0.7) * ten, 0.0)
+    earlier = {name: timeline[name] - shift for name in ("start", "end")}
+    replace(timeline, columns=timeline.columns | earlier).save(folder / "timeline.parquet")
+    assert words(lab(f"run={folder.name}")).count("Not drawn: what rank 1 computed of this step") == 1
 
 
 def test_where_the_time_went_is_told_of_the_step_that_is_shown(lab: Lab, record: Callable[..., Path]):

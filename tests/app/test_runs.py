@@ -40,6 +40,7 @@ def test_an_empty_list_says_so(listed: Callable[..., AppTest]):
     app = listed()
     assert not app.exception
     assert "No runs yet" in words(app)
+    assert [link.proto.label for link in app.get("page_link")] == ["Start one in the lab"]
 
 
 def test_each_run_is_told_with_what_it_proved(listed: Callable[..., AppTest], record: Callable[..., Path]):

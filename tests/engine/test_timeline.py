@@ -65,17 +65,22 @@ def test_a_step_begins_when_the_one_before_has_ended_everywhere():
         ("forward", 1, 5.0, 6.0),
     ]
     assert timeline["start"].min() == 0.0 and timeline["start"][2] == 2.0  # the timeline itself is as measured
+    assert (timeline.ahead(0), timeline.ahead(1)) == ({}, {1: 1.0})
 
 
 def test_a_span_that_reaches_into_the_step_keeps_that_part():
     spans = [span(0, 0, 0.0, 4.0), span(1, 1, 3.0, 6.0), span(0, 1, 4.0, 5.0)]
-    assert [s.duration for s in Timeline.of(spans, "measured", 2).step(1).spans()] == [2.0, 1.0]
+    timeline = Timeline.of(spans, "measured", 2)
+    assert [s.duration for s in timeline.step(1).spans()] == [2.0, 1.0]
+    assert timeline.ahead(1) == {1: 1.0}
 
 
 def test_steps_that_are_not_neighbours_are_left_alone():
     """Between steps 0 and 2 there was one that is not in the timeline; nothing is known of its end."""
     spans = [span(0, 0, 0.0, 4.0), span(1, 2, 3.0, 6.0)]
-    assert Timeline.of(spans, "measured", 2).step_seconds() == {0: 4.0, 2: 3.0}
+    timeline = Timeline.of(spans, "measured", 2)
+    assert timeline.step_seconds() == {0: 4.0, 2: 3.0}
+    assert timeline.ahead(2) == {}
 
 
 @pytest.mark.parametrize("step", [0, 7])

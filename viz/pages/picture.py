@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from viz.pages.downloads import show_downloads
 from viz.pages.prediction import Shown
 from viz.pages.waits import Told, told
 
+MUCH = 0.02  # of the step
 VIEWS = ("predicted", "measured", "both")
 
 
@@ -53,12 +55,24 @@ def show_picture(shown: Shown, measured: Timeline | None, text: Catalogue, name:
     critical = found.path if st.session_state.get("critical") else ()
     payload = _payload((settings, name, step, view, text.language), shown, part, text, critical)
     player.show(payload, key="picture")
+    if part is not None:
+        _say_ahead(measured.ahead(step), part.makespan, text)
     with st.container(horizontal=True, horizontal_alignment="distribute", vertical_alignment="center"):
         exported = shown.prediction.short_timeline if part is None else measured
         show_downloads(name, spec, exported, payload, text)
         if found.path:  # below what it changes, so that the picture stays above the fold
             st.toggle(text("picture.critical"), key="critical", help=text("picture.critical.help"))
     return found
+
+
+def _say_ahead(ahead: Mapping[int, float], makespan: float, text: Catalogue) -> None:
+    """Which ranks computed much of the step before it began, which is not drawn."""
+    much = sorted(rank for rank, seconds in ahead.items() if seconds > MUCH * makespan)
+    if much:
+        ranks = text("figure.rank", rank=much[0]) if len(much) == 1 else text(
+            "figure.ranks", ranks=", ".join(map(str, much))
+        )  # fmt: skip
+        st.caption(f":material/info: {text('picture.ahead', ranks=ranks)}")
 
 
 def _show_switch(measured: Timeline, name: str, text: Catalogue) -> tuple[str, int]:

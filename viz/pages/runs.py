@@ -38,6 +38,8 @@ def show(runs_dir: Path, lab: st.Page) -> None:
             _show_list(own, runs_dir, lab, asked, text, key="own")
     else:
         st.caption(text("runs.none"))
+        language = {} if asked.language == locales.DEFAULT else {"lang": asked.language}
+        st.page_link(lab, label=text("runs.start"), icon=":material/play_arrow:", query_params=language)
     if recorded:
         st.markdown(f"#### {text('runs.gallery')}")
         st.caption(text("runs.gallery.help"))

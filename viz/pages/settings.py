@@ -84,6 +84,7 @@ MORE = (
 )
 LARGEST = 2**53 - 1  # the largest whole number that a browser keeps exact
 MAX_FIXES = 4
+STEPS = {"lr": 0.01, "masked": 0.1}  # that a click adds to a number that is no whole one
 
 
 def show_language(asked: Asked) -> None:
@@ -223,7 +224,7 @@ def _show_choice(name: str, asked: Asked, job: Job, text: Catalogue) -> None:
         format_func=lambda value: text.name("machine" if name == "paced" else name, value) or text("settings.none"),
         key=key,
         help=help_of(text.language, name),
-        placeholder=str(wanted),
+        placeholder=text.name(name, str(wanted)),
         filter_mode=None,
         on_change=act(_take, name),
     )
@@ -243,7 +244,7 @@ def _show_number(name: str, asked: Asked, job: Job, text: Catalogue) -> None:
         value=None if value is None or name == "epochs" else "min",
         min_value=None if kind is int else -1e300,
         max_value=None if kind is int else 1e300,
-        step=1 if kind is int else {"lr": 0.01}.get(name, 1.0),
+        step=1 if kind is int else STEPS.get(name, 1.0),
         format=None if kind is int else "%g",
         placeholder=written if written is not None else write(follows) or text("settings.none"),
         disabled=by_epochs,
