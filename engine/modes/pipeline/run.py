@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup, pipelining
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from engine.asking.frozen import goes_back
 from engine.job import Job
@@ -58,8 +59,7 @@ class Pipeline:
             self.schedule = ONE_STAGE[spec.schedule](self.stages[0], spec.microbatches, **known)
         else:  # never with defer_pp_recv: it mixes up messages (docs/decisions/schedules.md)
             self.schedule = SEVERAL_STAGES[spec.schedule](self.stages, spec.microbatches, **known)
-        # The first pass through a schedule also agrees on shapes; it is run once before any step is counted.
-        self._pass(*self.batches(0, 0, job.microsteps))
+        self._agree_on_shapes()
 
     def _stage(self, whole: models.Chain, stage: int, place: Place) -> MarkedStage:
         job, device = self.job, place.device
@@ -75,6 +75,13 @@ class Pipeline:
         marked = self.stage_class(module, stage, len(job.stages), device, **shapes, group=self.group)
         marked.recorder = place.recorder
         return marked
+
+    def _agree_on_shapes(self) -> None:
+        """What a schedule does in its first pass before it computes, with messages of its own: no step has it then."""
+        for stage in self.stages:
+            stage.has_backward = True
+        one = isinstance(self.schedule, PipelineScheduleSingle)
+        (self.schedule._initialize_stage if one else self.schedule._initialize_stages)((), {})
 
     def prepared(self, chain: models.Chain) -> models.Chain:
         """A stage's layers, before they become a stage; those that are marked one by one know of the recorder."""
