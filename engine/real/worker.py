@@ -7,6 +7,7 @@ that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (torchrun, Slurm, a Kube
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import signal
@@ -209,15 +210,11 @@ def _peak_memory(device: torch.device) -> int:
 
 def _validate(job: Job, place: Place, training: Training) -> None:
     """Rank 0 gathers the trained parameters and measures the whole model on the validation samples, each once."""
-    mine = {name: whole(p) for name, p in training.held().items()}
-    pieces = [mine]
-    if place.world_size > 1:
-        pieces = [None] * place.world_size if place.rank == 0 else None
-        dist.gather_object(mine, pieces)
+    state = _trained(job, place, training)
     if place.rank != 0:
         return
     model = models.build(job)
-    model.load_state_dict(_joined(pieces))
+    model.load_state_dict(state)
     inputs, targets = Batches(job, 0, 1, torch.device("cpu")).validation
     right = total = 0
     with torch.no_grad():
@@ -228,13 +225,22 @@ def _validate(job: Job, place: Place, training: Training) -> None:
     (place.run_dir / "validation.json").write_text(text)
 
 
-def _joined(pieces: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The model of which each rank has a piece. Of what several have, the mean: replicas of local SGD differ."""
-    found: dict[str, list[torch.Tensor]] = {}
-    for piece in pieces:
-        for name, tensor in piece.items():
-            found.setdefault(name, []).append(tensor)
-    return {name: torch.stack(alike).mean(0) for name, alike in found.items()}
+def _trained(job: Job, place: Place, training: Training) -> dict[str, torch.Tensor]:
+    """The model of which each rank has a piece, on rank 0: all that ranks have is laid into one vector each, and these
+    are added up. Of what several have, the mean: replicas of local SGD differ."""
+    shapes = {f"{layer.name}.{name}": shape for layer in job.layers for name, shape in layer.params}
+    sizes = [*map(math.prod, shapes.values())]
+    vector = torch.zeros(sum(sizes) + len(sizes))  # of each parameter the values; then how many ranks have it
+    *parts, holders = vector.split([*sizes, len(sizes)])
+    held = training.held()
+    for i, (name, part) in enumerate(zip(shapes, parts, strict=True)):
+        if name in held:
+            part.copy_(whole(held[name]).flatten())
+            holders[i] = 1
+    if place.world_size > 1:
+        dist.reduce(vector, 0)
+    each = zip(shapes.items(), parts, holders, strict=True)
+    return {name: (part / ranks).view(shape) for (name, shape), part, ranks in each if ranks}
 
 
 if __name__ == "__main__":
