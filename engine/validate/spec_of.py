@@ -17,7 +17,7 @@ from engine.cost.hardware import EVERYBODY, Link, Machine
 from engine.graph.matching import PlanError
 from engine.predict import predict
 from engine.spec import Spec
-from engine.validate.case import Case, Predicted
+from engine.validate.case import Case, Predicted, whole
 from engine.validate.rows import Unusable
 from engine.validate.stacks import FIRST, LATEST, SCORES, SECOND, TODAY, stack_of
 
@@ -153,11 +153,10 @@ def _layout(case: Case, inferred: list[str]) -> dict[str, Any]:
         return common | {"mode": mode}
     degrees = {"mode": "hybrid", "tp": case.tp, "pp": case.pp, "cp": case.cp}
     replicas, shards = case.dp, case.shards
-    if case.experts:  # there ranks of ep are counted among replicas; a mesh here has an axis for them
-        if case.dp % case.ep or case.row.parallel.get("etp") not in (None, case.tp):
-            raise Unusable("experts that are not cut for tensor ranks cannot be planned beside these")
-        degrees["ep"], replicas = case.ep, case.dp // case.ep
-        shards = math.gcd(replicas, max(1, case.shards // case.ep))
+    if case.experts:
+        degrees |= (experts := _experts(case, inferred))
+        replicas = case.dp // experts["ep"]
+        shards = math.gcd(replicas, max(1, case.shards // experts["ep"]))
     shared = case.zero == 3 or (case.zero and case.pp > 1)
     degrees |= {"fsdp": shards, "dp": replicas // shards} if shared else {"dp": replicas, "fsdp": 1}
     if case.zero in (1, 2) and not shared:
@@ -168,6 +167,21 @@ def _layout(case: Case, inferred: list[str]) -> dict[str, Any]:
         return common | degrees
     schedule = {"schedule": case.schedule, "microbatches": case.microbatches, "stages_per_rank": case.stages_per_rank}
     return common | degrees | schedule | {"split": _split(case, inferred)}
+
+
+def _experts(case: Case, inferred: list[str]) -> dict[str, int]:
+    """Ranks that share experts out are counted among replicas in Megatron-LM, and where tensor ranks have experts whole
+    (etp 1), among these too: ep there is ep x tp here, where a mesh has an axis for replicas with other experts."""
+    cut = whole(case.row.parallel, "etp")
+    if cut is None and case.dp % case.ep and case.dp * case.tp % case.ep == 0:
+        inferred.append("experts whole beside tensor ranks: there are fewer replicas than ranks that share them out")
+        cut = 1
+    if cut not in (None, 1, case.tp):
+        raise Unusable("experts that are cut for some of the tensor ranks cannot be planned", str(cut))
+    share = case.tp if cut == 1 else 1
+    if case.ep % share or case.dp % (case.ep // share):
+        raise Unusable("experts are shared out over a part of the tensor ranks, or over context ranks")
+    return {"ep": case.ep // share} | ({"expert_tp": 1} if share > 1 else {})
 
 
 def _split(case: Case, inferred: list[str]) -> tuple[int, ...]:

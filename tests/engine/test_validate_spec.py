@@ -57,9 +57,21 @@ def test_ranks_that_share_out_experts_are_counted_among_replicas_there_and_have_
     assert {name: found[name] for name in wanted} == wanted
     spec = Spec(**found)
     assert predict(spec).job.replicas == 8
-    for whole in ({"ep": 16}, {"etp": 1}):  # over tensor ranks too; or each expert on one of them
-        with pytest.raises(Unusable, match="not cut for tensor ranks"):
-            settings(model=model | {"experts": 16}, parallel=layout | whole)
+
+
+def test_whole_experts_are_shared_out_over_tensor_ranks_too():
+    """Megatron-LM's ep 16 with etp 1 beside tp 2 is an ep of 8 here; where there are fewer replicas than ep nothing
+    else is possible."""
+    model = {"experts": 16, "top_k": 2, "ffn": 4096}
+    layout = {"gpus": 32, "tp": 2, "pp": 2, "dp": 8, "ep": 16}
+    for parallel, fits in ((layout | {"etp": 1}, (8, 1)), (layout, (8, 1)), (layout | {"ep": 4, "etp": 1}, (2, 4))):
+        spec, inferred = spec_of(case(model=model, parallel=parallel))
+        assert (spec.ep, spec.dp, spec.expert_tp) == (*fits, 1)
+        assert any("whole beside tensor ranks" in text for text in inferred) == ("etp" not in parallel)
+        assert predict(spec).job.replicas == 8
+    for parallel in (layout | {"ep": 1, "etp": 1}, layout | {"ep": 3}, layout | {"tp": 4, "dp": 4, "ep": 4, "etp": 2}):
+        with pytest.raises(Unusable, match="of the tensor ranks"):
+            settings(model=model | {"experts": 48}, parallel=parallel)
 
 
 @pytest.mark.parametrize(
