@@ -27,11 +27,11 @@ from engine.cost.held import memory_of
 from engine.cost.machine import Machine, machine
 from engine.graph.matching import PlanError
 from engine.job import Job, prepare, prepare_real
-from engine.modes.hybrid.plan import first_program
 from engine.plan import Program
 from engine.scale_model.pictured import machine_of
 from engine.search import space
-from engine.search.bounds import Bound, Bounds, Way
+from engine.search.bounds import Bound, Bounds
+from engine.search.pieces import Way
 from engine.search.space import Settings
 from engine.simulate import simulate
 from engine.spec import Spec
@@ -63,6 +63,7 @@ class Bunch(NamedTuple):
     pieces: tuple[Settings, ...]  # into which a replica's part of a batch can be cut; none: it is chosen
     orders: int  # that its pipeline can have; 0: it is chosen, or there is none
     more: tuple[str | None, ...]  # what else may be computed again, and takes no less
+    outlined: bool = False  # bounded pass by pass
 
     @property
     def size(self) -> int:
@@ -125,6 +126,9 @@ class Search:
             elif bunch.pieces or bunch.orders or bunch.more:
                 for part in self._parts(bunch):
                     heapq.heappush(queue, part)
+            elif not bunch.outlined:
+                for one in self._that_fit(bunch, self._bounds.outlined(bunch.job, bunch.way)):
+                    heapq.heappush(queue, one._replace(outlined=True))
             else:
                 self._try(bunch)
             yield
@@ -238,11 +242,6 @@ class Search:
             raise found
         return found
 
-    def _first(self, job: Job) -> list[Program]:
-        """What is soon planned of a mesh, and mostly as large as any: rank 0."""
-        hybrid = job.spec.mode == "hybrid" and self.machine.memory_size is not None
-        return [first_program(job, modes.FIRST_STEADY_STEP)] if hybrid else []
-
     def _is_too_large(self, programs: Sequence[Program]) -> bool:
         each = [memory_of(program)[0] for program in programs]
         peak, held = max(((sum(held.values()), held) for held in each), key=lambda one: one[0], default=(0, {}))
@@ -256,8 +255,6 @@ class Search:
         spec = self.spec.with_(**bunch.settings)
         try:
             job = self._check(spec, suggest=False)
-            if self._is_too_large(self._first(job)):
-                return
             plan = modes.plan(job)
             if self._is_too_large(plan.programs):
                 return

@@ -44,15 +44,6 @@ def plan(job: Job, step: int) -> Plan:
     return Plan(mesh, tuple(programs.values()), tuple(of_rank.tolist()), names)
 
 
-def first_program(job: Job, step: int) -> Program:
-    """What rank 0 does, without a plan of what others do."""
-    mesh, own = mesh_of(job), own_tokens(job)
-    if job.routed is not None or (family(job.spec.model) == "moe" and set(mesh.axes) <= {"dp", "ep"}):
-        return plan(job, step).program(0)
-    ((_, programs),) = _made(own, mesh, Seat(), [0])
-    return programs[0]
-
-
 def _made(job: Job, mesh: Mesh, seat: Seat, ranks: Iterable[int]) -> Iterator[tuple[int, list[Program]]]:
     """For each of these ranks of a pipeline, or the one where there is none: the program of each coordinate on fsdp."""
     for rank, (new, shards) in (

@@ -41,7 +41,7 @@ def in_stages(
     rank_of = schedules.ranks_of(placement)
     ends = [output_of(job, layers[stage[-1]]) for stage in job.stage_layers]
     made = {stage: layer.output_bytes * samples for stage, layer in enumerate(ends)}
-    sizes = {stage: size // _scattered(job) for stage, size in made.items()}
+    sizes = {stage: size // scattered(job) for stage, size in made.items()}
     asked = (spec.schedule, job.degree("pp"), spec.microbatches, spec.stages_per_rank, spec.schedule_file)
     rows = rows_of(*asked, kept=bool(spec.master_weights) and spec.paced is None)  # PyTorch trains a scale model
     blocks: Blocks = {}
@@ -78,7 +78,7 @@ def in_stages(
         yield rank, sharing(job, mesh, kept, ops, memory, several)
 
 
-def _scattered(job: Job) -> int:
+def scattered(job: Job) -> int:
     """Parts of a message between stages of which each tensor rank sends its own, and which are gathered behind it over
     the links of a node, so that no byte goes over the network twice (Narayanan et al. 2021, section 4.1)."""
     return job.degree("tp") if job.spec.scatter_gather and not job.spec.sequence_parallel else 1
@@ -134,7 +134,7 @@ def _passes(
 
     def units(**known: bool) -> list[chain.Unit]:
         cut = units_of(job, layers, samples_of(job), seat, stage=stage, turn=turn, blocks=blocks, **known)
-        return _gathering_messages(job, cut, stage, sent) if _scattered(job) > 1 else cut
+        return _gathering_messages(job, cut, stage, sent) if scattered(job) > 1 else cut
 
     cut = units(sent=is_sent)
     if not job.spec.master_weights:
