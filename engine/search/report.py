@@ -32,10 +32,7 @@ def report(search: Search) -> dict[str, Any]:
     error = published_error(search)
     fastest = rows[0] if rows else None
     for row in rows:
-        parts = {name: row["parts"][name] - fastest["parts"][name] for name in PARTS}
-        row["slower_by"] = {"seconds": row["step_time"] - fastest["step_time"], "parts": parts}
-        row["slower_by"]["most"] = max(parts, key=parts.__getitem__) if row is not fastest else None
-        row["tied"] = error is not None and row["step_time"] <= fastest["step_time"] * (1 + error)
+        _set_beside(row, fastest, error)
     return {
         "spec": search.given.to_dict(),
         "held": sorted(search.held),
@@ -59,6 +56,20 @@ def report(search: Search) -> dict[str, Any]:
             for one in sorted(search.fastest.values(), key=lambda one: one.step_time)
         ],
     }
+
+
+def row_of(search: Search, layout: Layout, found: dict[str, Any]) -> dict[str, Any]:
+    """That of any layout of a search, as those in `found`, its report, are."""
+    row = _row(search, layout)
+    _set_beside(row, found["best"][0], found["error"])
+    return row
+
+
+def _set_beside(row: dict[str, Any], fastest: dict[str, Any], error: float | None) -> None:
+    parts = {name: row["parts"][name] - fastest["parts"][name] for name in PARTS}
+    row["slower_by"] = {"seconds": row["step_time"] - fastest["step_time"], "parts": parts}
+    row["slower_by"]["most"] = max(parts, key=parts.__getitem__) if row is not fastest else None
+    row["tied"] = error is not None and row["step_time"] <= fastest["step_time"] * (1 + error)
 
 
 def published_error(search: Search) -> float | None:

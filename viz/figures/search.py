@@ -5,6 +5,7 @@ its fullest device, with the line that no device can cross.
 from __future__ import annotations
 
 import html
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,7 +46,8 @@ def search_info(found: Iterable[Found], capacity: int | None, error: float | Non
     return SearchInfo(tuple(near), tied, len(points) - len(near), capacity)
 
 
-def plot_search(info: SearchInfo, text: Text) -> go.Figure:
+def plot_search(info: SearchInfo, text: Text, picked: str | None = None) -> go.Figure:
+    """`picked`: the name (`name_of`) of the point that a person looks at."""
     import plotly.graph_objects as go
 
     parts = {
@@ -58,6 +60,7 @@ def plot_search(info: SearchInfo, text: Text) -> go.Figure:
         for name, (points, look, shape, size) in reversed(parts.items())
         if points
     ]
+    data += [_ring(one) for one in info.points if name_of(one.settings) == picked]
     highest = max((one.peak_memory for one in info.points), default=0)
     right = 1.08 * max(highest, info.capacity or 0) or 1
     times = [one.step_time for one in info.points] or [0.0, 1.0]
@@ -101,7 +104,21 @@ def _points(points: Sequence[Found], colour: str, shape: str, size: int, name: s
         "x": [one.peak_memory for one in points], "y": [one.step_time for one in points],
         "marker": {"color": colour, "symbol": shape, "size": size, "line": {"width": 1, "color": theme.GROUND}},
         "hovertext": [_hover(one, text) for one in points], "hoverinfo": "text",
+        "customdata": [name_of(one.settings) for one in points],
     }  # fmt: skip
+
+
+def _ring(one: Found) -> dict[str, Any]:
+    return {
+        "type": "scatter", "mode": "markers", "x": [one.peak_memory], "y": [one.step_time], "showlegend": False,
+        "hoverinfo": "skip",
+        "marker": {"symbol": "circle-open", "size": 24, "color": theme.INK, "line": {"width": 2}},
+    }  # fmt: skip
+
+
+def name_of(settings: Mapping[str, Any]) -> str:
+    """Of a layout, for a click to tell which."""
+    return json.dumps(settings, sort_keys=True)
 
 
 def _hover(one: Found, text: Text) -> str:

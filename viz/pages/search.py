@@ -14,10 +14,10 @@ import streamlit as st
 from engine.asking.rules import SpecError
 from engine.cost.machine import MACHINES
 from engine.search import Search, report
-from engine.search.report import published_error
+from engine.search.report import published_error, row_of
 from engine.spec import MAX_DEVICES, MODELS, Spec
 from viz import locales, player
-from viz.figures.search import Found, plot_search, search_info, words
+from viz.figures.search import Found, name_of, plot_search, search_info, words
 from viz.figures.words import show_bytes
 from viz.locales import Catalogue
 from viz.locales.engine import explain
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 REFRESH = 0.5  # seconds
+POINTS = "search-points"  # the chart in which a point can be picked
 FIRST = {"model": "llama3_8b", "devices": 8, "machine": "h100", "global_batch": 16}  # what is asked at first
 MOST_BATCH = Spec.__dataclass_fields__["global_batch"].metadata["high"]
 SHOWN_PARTS = 3  # of why a layout is slower
@@ -43,6 +44,7 @@ class Looking:
     def __init__(self, wanted: Wanted):
         self.search = Search(Spec(**dict(wanted)), {name for name, _ in wanted})
         self.stopped, self.found, self.error = False, None, None
+        self._rows: dict[str, dict[str, Any]] = {}  # of layouts that a person has asked for
         self.thread = threading.Thread(target=self._look, daemon=True)
         self.thread.start()
 
@@ -54,6 +56,19 @@ class Looking:
             self.found = report(self.search)
         except SpecError as error:
             self.error = error
+
+    def row(self, name: str | None) -> tuple[int, dict[str, Any]] | None:
+        """Of a layout that was found: how many are as fast, itself one of them, and what its report says; None where
+        there is none of this name."""
+        layouts = sorted(self.search.fastest.values(), key=lambda one: one.step_time)
+        number = next((i for i, one in enumerate(layouts, 1) if name_of(one.settings) == name), None)
+        if number is None:
+            return None
+        if number <= len(self.found["best"]):
+            return number, self.found["best"][number - 1]
+        if name not in self._rows:
+            self._rows[name] = row_of(self.search, layouts[number - 1], self.found)
+        return number, self._rows[name]
 
     @property
     def ended(self) -> bool:
@@ -161,10 +176,21 @@ def _show_chart(looking: Looking, text: Catalogue) -> None:
     player.chart(_figure(looking, text), key="search-chart", alt=text("search.chart"))
 
 
-def _figure(looking: Looking, text: Catalogue) -> go.Figure:
+def _show_points(looking: Looking, lab: st.Page, language: str, text: Catalogue) -> None:
+    """The chart, when all is found: a click on a point shows its layout."""
+    name = player.picked(POINTS)
+    player.chart(_figure(looking, text, name), key=POINTS, alt=text("search.chart"), picks=True)
+    picked = looking.row(name)
+    if picked is None:
+        st.caption(text("search.pick"))
+    else:
+        _show_row(*picked, "search-picked", lab, looking.found["capacity"], language, text)
+
+
+def _figure(looking: Looking, text: Catalogue, picked: str | None = None) -> go.Figure:
     search = looking.search
     found = [Found(one.settings, one.step_time, one.peak_memory) for one in list(search.fastest.values())]
-    return plot_search(search_info(found, search.machine.memory_size, published_error(search)), text)
+    return plot_search(search_info(found, search.machine.memory_size, published_error(search)), text, picked)
 
 
 def _show_found(looking: Looking, lab: st.Page, language: str, text: Catalogue) -> None:
@@ -186,18 +212,18 @@ def _show_found(looking: Looking, lab: st.Page, language: str, text: Catalogue) 
         tied = sum(row["tied"] for row in rows)
         told = text("search.tied" if tied > 1 else "search.first", number=tied, error=percent(error))
         st.info(told, icon=":material/balance:")
-    _show_chart(looking, text)
+    _show_points(looking, lab, language, text)
     st.markdown(f"#### {text('search.best')}")
     for number, row in enumerate(rows, 1):
-        _show_row(number, row, lab, found["capacity"], language, text)
+        _show_row(number, row, f"search-row-{number}", lab, found["capacity"], language, text)
     _show_refusals(looking, text)
 
 
 def _show_row(
-    number: int, row: dict[str, Any], lab: st.Page, capacity: int | None, language: str, text: Catalogue
+    number: int, row: dict[str, Any], key: str, lab: st.Page, capacity: int | None, language: str, text: Catalogue
 ) -> None:
     link = row["params"] | ({} if language == locales.DEFAULT else {"lang": language})
-    with st.container(border=True, key=f"search-row-{number}"):
+    with st.container(border=True, key=key):
         head, way = st.columns([5, 1.2], vertical_alignment="center")
         tie = f" :blue-badge[{text('search.tie')}]" if row["tied"] and number > 1 else ""
         head.markdown(f"**{number}.** {escape(words(row['settings'], text))}{tie}")

@@ -50,11 +50,20 @@ def load() -> None:
     _loader()(key="lockstep-plotly", height=1)
 
 
-def chart(figure: go.Figure, key: str, alt: str) -> None:
-    """Draw `figure` on a page that has `load`ed. `alt` says what it is to those who cannot see it."""
+def chart(figure: go.Figure, key: str, alt: str, *, picks: bool = False) -> None:
+    """Draw `figure` on a page that has `load`ed. `alt` says what it is to those who cannot see it. `picks`: a click on
+    a point runs the page again, which finds the point's `customdata` by `picked`."""
     plain = json.loads(figure.to_json())
     payload = {"figure": {"data": plain["data"], "layout": plain["layout"]}, "theme": THEME_COLOURS, "alt": alt}
-    _component("chart", ("plotly.js", "svg.js", "chart.js"))(key=key, data=payload)
+    known = {"on_picked_change": lambda: None} if picks else {}
+    _component("chart", ("plotly.js", "svg.js", "chart.js"))(key=key, data=payload | {"picks": picks}, **known)
+
+
+def picked(key: str) -> Any:
+    """What was clicked last in the chart with this key; None before."""
+    import streamlit as st
+
+    return st.session_state.get(key, {}).get("picked")
 
 
 @functools.cache

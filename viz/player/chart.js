@@ -7,7 +7,7 @@ const HATCHES = { ...LINES, x: LINES["/"] + LINES["\\"], "+": LINES["-"] + LINES
 const SYMBOLS = { ...SHAPES, x: "M-9,-12L0,-4L9,-12L12,-9L4,0L12,9L9,12L0,4L-9,12L-12,9L-4,0L-12,-9Z", "triangle-up": SHAPES.triangle, "line-ns": "M0,-13V13" };
 
 export default function (component) {
-  const { parentElement, data } = component;
+  const { parentElement, data, setStateValue } = component;
   let root = parentElement.querySelector(".lockstep-chart");
   if (!root) {
     parentElement.appendChild((root = document.createElement("div")));
@@ -17,7 +17,7 @@ export default function (component) {
   root.setAttribute("role", "img");
   root.setAttribute("aria-label", data.alt);
   root.lastElementChild.style.height = `${data.figure.layout.height}px`; // its place is kept until it is drawn
-  plotlyLoaded().then(() => root.gone || draw(root, data), (error) => (root.textContent = String(error)));
+  plotlyLoaded().then(() => root.gone || draw(root, data, setStateValue), (error) => (root.textContent = String(error)));
   return () => {
     root.gone = true;
     root.resize?.disconnect();
@@ -26,11 +26,13 @@ export default function (component) {
   };
 }
 
-async function draw(root, payload) {
+async function draw(root, payload, setStateValue) {
   const { data, layout } = themed(payload, getComputedStyle(root)), [legend, figure] = root.children;
   legend.replaceChildren(...(layout.showlegend ? data.filter((trace) => trace.showlegend !== false) : []).map(named));
   layout.showlegend = false;
   await Plotly.react(figure, data, layout, CONFIG);
+  figure.removeAllListeners("plotly_click");
+  if (payload.picks) figure.on("plotly_click", ({ points: [point] }) => setStateValue("picked", point.customdata));
   root.resize ??= new ResizeObserver(() => figure.clientWidth && Plotly.Plots.resize(figure));
   root.resize.observe(figure);
 }
