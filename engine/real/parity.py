@@ -136,10 +136,9 @@ class Parity:
 
     def _report(self, reference: Trained) -> dict:
         """How far what this rank holds is from a reference; collective where it holds shards."""
-        mine = {
-            name: whole_of_each([parameter, *(kept[name] for kept in self.gradients if name in kept)])
-            for name, parameter in self.training.held().items()
-        }
+        held = self.training.held()
+        each = {name: [p, *(kept[name] for kept in self.gradients if name in kept)] for name, p in held.items()}
+        mine = whole_of_each(each)
         scales = [sizes(gradients) for gradients in reference.gradients]
         pairs = [
             (gradient, wanted[name], scale[name])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -83,11 +84,24 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
-def whole_of_each(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The same of several tensors that lie alike; what is sharded travels together."""
+def whole_of_each(tensors: dict[str, list[torch.Tensor]]) -> dict[str, tuple[torch.Tensor, ...]]:
+    """The same of several tensors under each name, which lie alike; what is sharded alike travels together."""
+    alike: dict[Any, list[str]] = {}
+    for name, (first, *_) in tensors.items():
+        sharded = isinstance(first, DTensor)
+        lies = (first.shape, first.dtype, first.placements, first.device_mesh) if sharded else name
+        alike.setdefault(lies, []).append(name)
+    found: dict[str, tuple[torch.Tensor, ...]] = {}
+    for names in alike.values():
+        each = iter(_whole_together([tensor for name in names for tensor in tensors[name]]))
+        found |= {name: tuple(islice(each, len(tensors[name]))) for name in names}
+    return found
+
+
+def _whole_together(tensors: list[torch.Tensor]) -> Iterable[torch.Tensor]:
     first = tensors[0]
     if not isinstance(first, DTensor):
-        return tuple(map(whole, tensors))
+        return map(whole, tensors)
     number = len(tensors)
     return whole(
         DTensor.from_local(

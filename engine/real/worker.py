@@ -36,7 +36,7 @@ from engine.real.parity import Parity
 from engine.real.recompute import recompute
 from engine.real.recorder import Recorder
 from engine.real.targets import Targets
-from engine.real.training import Place, Training, mark_updates, update, whole
+from engine.real.training import Place, Training, mark_updates, update, whole_of_each
 from engine.scale_model.pictured import trained
 from engine.spec import Spec
 
@@ -232,10 +232,10 @@ def _trained(job: Job, place: Place, training: Training) -> dict[str, torch.Tens
     sizes = [*map(math.prod, shapes.values())]
     vector = torch.zeros(sum(sizes) + len(sizes))  # of each parameter the values; then how many ranks have it
     *parts, holders = vector.split([*sizes, len(sizes)])
-    held = training.held()
+    held = whole_of_each({name: [parameter] for name, parameter in training.held().items()})
     for i, (name, part) in enumerate(zip(shapes, parts, strict=True)):
         if name in held:
-            part.copy_(whole(held[name]).flatten())
+            part.copy_(held[name][0].flatten())
             holders[i] = 1
     if place.world_size > 1:
         dist.reduce(vector, 0)
