@@ -32,6 +32,7 @@ from engine.job import prepare
 from engine.real import cores, speed, worker
 from engine.real.events import communications
 from engine.real.parity import Parity
+from engine.real.preemption import preempt_nobody
 from engine.real.recorder import Recorder
 from engine.real.targets import Targets
 from engine.real.training import Place, mark_updates
@@ -58,6 +59,7 @@ def work(run_dir: str, rank: int, world_size: int) -> Any:
     """Measure what the folder asks for. The caller keeps what is returned, and ends the process without finalisers."""
     folder = Path(run_dir)
     asked = read_json(folder / ASKED)
+    preempt_nobody()
     torch.set_num_threads(asked.get("threads") or max(1, len(os.sched_getaffinity(0)) // world_size))
     device = worker.device_of(asked["device"], rank)
     worker._peak_memory(device)

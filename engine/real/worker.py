@@ -33,6 +33,7 @@ from engine.real.evaluation import evaluate
 from engine.real.memory import measure
 from engine.real.paced import Pace
 from engine.real.parity import Parity
+from engine.real.preemption import preempt_nobody
 from engine.real.recompute import recompute
 from engine.real.recorder import Recorder
 from engine.real.targets import Targets
@@ -49,6 +50,8 @@ def work(run_dir: str, rank: int, world_size: int, *, rendezvous: str = "file") 
     folder = Path(run_dir)
     asked = prepare(Spec.from_dict(json.loads((folder / "spec.json").read_text())))
     job = trained(asked)
+    if asked.spec.paced is None:  # its ranks wake at moments of their own
+        preempt_nobody()
     device = device_of(job.spec.device, rank)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(world_size, job.spec.devices)))
     _peak_memory(device)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -158,6 +161,23 @@ def test_a_slow_rank_keeps_the_others_waiting(launcher, runs_dir):
     assert waits[0]["straggler"] > 0.25 and waits[1]["start"] > 0.25  # it sleeps before it begins
     assert result["critical_path"]["seconds"] > 0.3
     assert 0 <= result["overlap_fraction"] <= 1
+
+
+@pytest.mark.parametrize(("paced", "policy"), [(None, os.SCHED_BATCH), ("h100", os.SCHED_OTHER)])
+def test_ranks_take_no_core_from_who_runs(paced, policy, launcher, runs_dir):
+    """None of their threads, gloo's among them; but a rank of a scale model wakes when its moment has come."""
+    spec = Spec(mode="ddp", devices=2, model="mlp", steps=1000, parity_steps=0, paced=paced, device="cpu")
+    handle = start(spec, runs_dir=runs_dir, launcher=launcher)
+    while not handle.poll().step and not handle.done:
+        time.sleep(0.02)
+    workers = archive.read_status(handle.run_dir)["worker_pids"]
+    threads = [thread for pid in workers for thread in Path(f"/proc/{pid}/task").iterdir()]
+    names = [(thread / "comm").read_text().strip() for thread in threads]
+    policies = {os.sched_getscheduler(int(thread.name)) for thread in threads}
+    handle.stop()
+    assert handle.result(timeout=60)["status"] == "stopped"
+    assert names.count("gloo_tcp_loop") >= len(workers)
+    assert policies == {policy}
 
 
 def test_many_runs_leave_nothing_hanging(launcher, runs_dir):
