@@ -46,17 +46,32 @@ def kernels_seconds(kernels: Kernels, machine: Machine) -> float:
 
 @functools.lru_cache(maxsize=65_536)
 def kernel_seconds(kernel: Kernel, machine: Machine) -> float:
+    filled = machine.op_overhead + _written(kernel) / machine.memory_rate if machine.fills else 0.0
+    return machine.op_overhead + _working(kernel, machine) + filled
+
+
+def _working(kernel: Kernel, machine: Machine) -> float:
     if kernel.kind == MEMORY:
-        return machine.op_overhead + machine.unfused * kernel.bytes / (ELEMENTWISE * machine.memory_rate)
+        return machine.unfused * kernel.bytes / (ELEMENTWISE * machine.memory_rate)
     if kernel.kind == MATMUL:
         product = max(_product(kernel, machine), _traffic(kernel) / machine.memory_rate)
-        return machine.op_overhead + product + _cast(kernel, machine)
+        return product + _cast(kernel, machine)
     masked = 1 + FLASH_BLOCK / kernel.n if kernel.half else 1.0
     rate = machine.flash_rate * FLASH[kernel.kind] / (machine.fp16_gain if kernel.item == FP32 else 1.0)
     work = kernel.flops * min(2.0, masked) / rate
     tensors = 4 if kernel.kind == ATTENTION else 8  # q, k, v and the output; backward all of them and their gradients
     traffic = tensors * kernel.item * kernel.batch * kernel.m * kernel.k
-    return machine.op_overhead + max(work, traffic / machine.memory_rate)
+    return max(work, traffic / machine.memory_rate)
+
+
+def _written(kernel: Kernel) -> float:
+    """Bytes of the tensors that a kernel makes: weights' gradients are added to what is there, and of what only moves
+    bytes two are read for one that is written."""
+    if kernel.kind == MEMORY:
+        return kernel.bytes / 3
+    if kernel.kind == MATMUL:
+        return 0.0 if kernel.of_weight else kernel.item * kernel.batch * kernel.m * kernel.n
+    return (1 if kernel.kind == ATTENTION else 3) * kernel.item * kernel.batch * kernel.m * kernel.k
 
 
 def _product(kernel: Kernel, machine: Machine) -> float:

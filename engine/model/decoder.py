@@ -34,6 +34,7 @@ class Decoder:
     flash: bool  # attention never writes its scores
     fused: bool  # norms keep what they are given, which is there already, and no copy of it
     dropout: bool  # behind attention and MLP, and of scores where these are written, with a mask of a byte each
+    stepwise: bool  # each operation of the loss is a kernel
     latent: Latent | None
 
     @classmethod
@@ -53,6 +54,7 @@ class Decoder:
             flash=spec.flash is not False,
             fused=bool(spec.master_weights),
             dropout=bool(spec.dropout),
+            stepwise=spec.fused_loss is False,
             latent=LATENT.get(spec.model),
         )
 
@@ -232,9 +234,11 @@ class Decoder:
 
     def loss_kernels(self, vocabulary: int, ranks: int = 1) -> Kernels:
         """The logits are made fp32; largest, exponentials and their sum each go over them once, and the logarithms are
-        kept; backward reads those and writes gradients in fp32, and again as the logits were."""
-        logits = self.context * vocabulary // ranks
-        return (kernels.memory((self.item + 4 * FP32) * logits, (3 * FP32 + self.item) * logits),)
+        kept; backward reads those and writes gradients in fp32, and again as the logits were. Operation by operation
+        (Megatron-LM, vocab_parallel_cross_entropy) largest and sum read them, and differences, exponentials and
+        quotients each read and write them."""
+        logits, passes = self.context * vocabulary // ranks, 1 + 2 + 3 * 2 if self.stepwise else 4
+        return (kernels.memory((self.item + passes * FP32) * logits, (3 * FP32 + self.item) * logits),)
 
 
 def attention_of(sizes: Decoder, queries: int, pairs: int, ranks: int = 1) -> Kernel:

@@ -44,7 +44,8 @@ ON_LATER_DEVICES = 0.62
 # 62 % of their peak there (Dao 2023, figure 5: 190 of 312 TFLOP/s), so 15 % of a GB200's.
 SECOND_FLASH = {"h100": 0.35, "h200": 0.35, "h800": 0.35, "b200": 0.15, "b300": 0.15, "gb200": 0.15, "gb300": 0.15}
 # Where results have to be the same in each run cuDNN's attention had no backward pass on Blackwell before version 9.18
-# of 2026 (NVIDIA, TransformerEngine, pull request 2584).
+# of 2026 (NVIDIA, TransformerEngine, pull request 2584), and PyTorch fills all that it allocates
+# (torch.utils.deterministic.fill_uninitialized_memory; a sixth of a step: Megatron-LM, pull request 7093).
 DETERMINISTIC = re.compile(r"deterministic mode")
 # Tensors of a block, each gathered by itself: weight and bias of two norms and four products.
 TENSORS = 12
@@ -89,7 +90,7 @@ def spec_of(case: Case) -> tuple[Spec, tuple[str, ...]]:
     inferred = ["software as of today: attention never writes its scores"] if stack == TODAY else []
     settings = _model(case) | _layout(case, inferred) | {"flash": stack.attention != SCORES, "master_weights": True}
     settings["dropout"] = True if stack.dropout and not case.gated else None  # Llama and its like have none
-    settings["fused_loss"] = True if FUSED_LOSS in case.row.notes else None
+    settings["fused_loss"] = True if FUSED_LOSS in case.row.notes else False if stack.stepwise_loss else None
     # The runtime of zero-bubble schedules issues messages as ops of their own, beside what it computes.
     settings["overlap"] = None if stack.overlaps or case.schedule in ZERO_BUBBLE else False
     if case.sequence_parallel and stack.tp_overlaps:
@@ -222,7 +223,8 @@ def machine_of(case: Case) -> Machine:
     eager = case.gated and EAGER.search(f"{case.row.id} {case.row.notes}")
     switch = 0.0 if RINGS.search(case.row.notes) else found.switch
     copies = stack.copies_tokens and not case.async_tp  # that sends parts to where they belong
-    return replace(found, unfused=UNFUSED if eager else 1.0, switch=switch, copies_tokens=copies)
+    fills = bool(DETERMINISTIC.search(case.row.notes))
+    return replace(found, unfused=UNFUSED if eager else 1.0, switch=switch, copies_tokens=copies, fills=fills)
 
 
 def machine_with(

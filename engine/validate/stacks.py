@@ -28,6 +28,7 @@ class Stack(NamedTuple):
     keeps_qkv: bool = False  # recomputing in full keeps queries, keys and values as they come from their matrices
     gathers_late: bool = False  # on the way back a layer is gathered when the one before it is through
     reduces_fp32: bool = False  # gradients of bf16 are reduced over replicas in fp32
+    stepwise_loss: bool = False  # each operation of the loss is a kernel
     copies_tokens: bool = False  # of tensor ranks, as PyTorch's collectives do along any dimension but the first
     heads_by_exchange: bool = False  # context ranks exchange tokens for heads, and not keys in a ring
 
@@ -46,6 +47,7 @@ EARLY = {
     "one_card": False,
     "dropout": True,
     "scatters": True,
+    "stepwise_loss": True,  # vocab_parallel_cross_entropy; arguments.py: cross_entropy_loss_fusion is off by default
     "reduces_fp32": True,  # arguments.py: "accumulate and all-reduce gradients in fp32 for bfloat16 data type"
 }
 # Since then FlashAttention is the default, on Hopper and later cuDNN's (NVIDIA, NeMo Framework, "Attention":
@@ -53,7 +55,8 @@ EARLY = {
 LATE = EARLY | {"attention": LATEST, "overlaps": True}
 # scaled_dot_product_attention takes FlashAttention 2 on devices up to Hopper (torchtitan, models/attention.py).
 PYTORCH = LATE | {"attention": SECOND, "whole_blocks": False, "scatters": False, "dropout": False}
-PYTORCH |= {"reduces_fp32": False}
+PYTORCH |= {"reduces_fp32": False, "stepwise_loss": False}
+NEMO = {"tp_overlaps": True, "sequence_parallel": True, "reduces_fp32": False, "stepwise_loss": False}
 # The first whose pattern is found in a row's source, set, schedule and notes.
 STACKS = (
     (r"no_scatter_gather", Stack("Megatron-LM of 2021 without scattered messages", **(EARLY | {"scatters": False}))),
@@ -83,7 +86,8 @@ STACKS = (
         r"torchtitan",
         Stack("TorchTitan", **(PYTORCH | {"every_other": True, "reduces_fp32": True}), copies_tokens=True),
     ),
-    (r"nanotron", Stack("nanotron", **PYTORCH)),
+    # Its loss is Megatron-LM's (parallel/tensor_parallel/functional.py: sharded_cross_entropy).
+    (r"nanotron", Stack("nanotron", **(PYTORCH | {"stepwise_loss": True}))),
     # Its recipe's script recomputes blocks but for their queries, keys and values (maxtext/configure.sh:
     # POLICY="save_qkv_proj", attention=cudnn_flash_te); XLA leaves out what nothing needs, so the last product.
     (
@@ -94,15 +98,12 @@ STACKS = (
     # "non-overlap contract", cp_comm_type=a2a).
     (r"SimuMax", Stack("Megatron-Core without overlap", **(LATE | {"overlaps": False}), heads_by_exchange=True)),
     # NVIDIA's recipes turn Transformer Engine's userbuffers on (tp_comm_overlap), and sequence parallelism beside tp
-    # (Megatron-Bridge: sequence_parallel = tensor_model_parallel_size > 1), and reduce gradients in bf16 (NeMo,
-    # scripts/performance: grad_reduce_in_fp32 = False).
-    (
-        r"dgxc-benchmarking|Megatron-Bridge",
-        Stack("NeMo", **(LATE | {"tp_overlaps": True, "sequence_parallel": True, "reduces_fp32": False})),
-    ),
+    # (Megatron-Bridge: sequence_parallel = tensor_model_parallel_size > 1), reduce gradients in bf16 (NeMo,
+    # scripts/performance: grad_reduce_in_fp32 = False), and fuse the loss (cross_entropy_loss_fusion).
+    (r"dgxc-benchmarking|Megatron-Bridge", Stack("NeMo", **(LATE | NEMO))),
     (r"Megatron-LM", Stack("Megatron-Core", **LATE)),
 )
-TODAY = Stack("not known", **LATE)
+TODAY = Stack("not known", **(LATE | {"stepwise_loss": False}))
 
 
 def stack_of(row: Row) -> Stack:

@@ -65,6 +65,32 @@ def test_what_a_tile_does_beside_its_products_takes_as_long_in_8_bits():
     assert least["bf16"] == pytest.approx(least["fp8"]) and 30e-6 < least["bf16"] < 50e-6
 
 
+def test_what_a_deterministic_kernel_writes_is_filled_before():
+    """A product's result of 2 MB, an output of attention, the three that its way back makes, a third of what only moves
+    bytes; a weight's gradient is added to what is there."""
+    a100 = machine("a100")
+    fills, size = replace(a100, fills=True), 2 * 1024 * 1024
+    product = kernels.matmul(1024, 1024, 4096, 2)
+    attention = Kernel(ATTENTION, 1024, 1024, 128, batch=8, weight=False)
+    for kernel, written in (
+        (product, size),
+        (kernels.weight_gradient((product,), 1)[0], 0),
+        (attention, size),
+        (kernels.input_gradient((attention,), 1)[0], 3 * size),
+        (kernels.memory(3 * size, 3 * size), size),
+    ):
+        more = kernel_seconds(kernel, fills) - kernel_seconds(kernel, a100)
+        assert more == pytest.approx(a100.op_overhead + written / a100.memory_rate)
+
+
+def test_operations_of_a_loss_each_go_over_the_logits():
+    """Of a logit in two bytes: made four, which are read or written 4 times, or 9 where each operation is a kernel."""
+    for fused, passes in ((None, 4), (True, 4), (False, 9)):
+        spec = prepare(Spec(mode="single", devices=1, model="llama3_8b", context=1024, fused_loss=fused)).spec
+        (loss,) = Decoder.of(spec, 2).loss_kernels(128_256)
+        assert (loss.bytes, loss.backward) == (1024 * 128_256 * (2 + 4 * passes), 1024 * 128_256 * (3 * 4 + 2))
+
+
 def test_operands_are_cast_to_8_bits_but_those_that_a_norm_writes_so():
     """Each number of a product's input and of its result's gradient: 2 bytes read, 2 x 1 written. Of two tensor ranks'
     the gradient behind a cut matrix is cast by each for its own tokens."""

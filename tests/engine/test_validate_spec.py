@@ -162,6 +162,19 @@ def test_pytorch_copies_the_tokens_that_it_gathers_and_async_tp_does_not():
     assert not machine_of(case()).copies_tokens
 
 
+def test_rows_that_have_to_be_deterministic_fill_what_they_allocate():
+    assert machine_of(case(notes="deterministic mode, NCCL_ALGO=Ring")).fills and not machine_of(case()).fills
+
+
+def test_the_loss_is_as_its_software_makes_it():
+    of = {name: settings(source={"repo": repo})["fused_loss"] for name, repo in (
+        ("Megatron-LM", "NVIDIA/Megatron-LM"), ("nanotron", "huggingface/nanotron"),
+        ("NeMo", "NVIDIA/dgxc-benchmarking"), ("TorchTitan", "pytorch/torchtitan"),
+    )}  # fmt: skip
+    assert of == {"Megatron-LM": False, "nanotron": False, "NeMo": None, "TorchTitan": None}
+    assert settings(source={"repo": "NVIDIA/Megatron-LM"}, notes="cross-entropy fusion on")["fused_loss"] is True
+
+
 def test_a_row_that_asks_for_rings_has_no_sums_in_switches():
     of = {"hardware": {"gpu": "H100-SXM5-80GB"}}
     assert machine_of(case(**of)).switch > 0 == machine_of(case(**of, notes="NCCL_ALGO=Ring")).switch
