@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from viz.figures.search import FAR, Found, plot_search, search_info, words
+from viz.figures.search import FAR, Found, name_of, plot_search, search_info, words
 from viz.locales import LANGUAGES, text
 
 GB = 10**9
@@ -34,6 +34,16 @@ def test_the_first_its_ties_and_the_others_are_apart_and_the_line_is_where_memor
     assert "pp 4 · dp 2 · tp 8" in figure.data[-1].hovertext[0]
     assert not plot_search(search_info(FOUND, None, None), say).layout.shapes
     assert plot_search(search_info([], 80 * GB, None), say).data == ()
+
+
+def test_each_point_tells_its_layout_to_a_click_and_that_which_is_looked_at_has_a_ring():
+    info = search_info(FOUND, 80 * GB, 0.07)
+    drawn = plot_search(info, text("en")).data
+    given = {(x, y): name for trace in drawn for x, y, name in zip(trace.x, trace.y, trace.customdata, strict=True)}
+    assert given == {(one.peak_memory, one.step_time): name_of(one.settings) for one in info.points}
+    *others, ring = plot_search(info, text("en"), name_of(MESH | {"pp": 2})).data
+    assert len(others) == len(drawn) and (list(ring.x), list(ring.y)) == ([70 * GB], [1.05]) and not ring.showlegend
+    assert len(plot_search(info, text("en"), "another").data) == len(drawn)
 
 
 def test_a_layout_is_told_by_what_it_has():
