@@ -8,7 +8,7 @@ here). What other programs disturbed is run again. `--keep FILE` adds the rounds
 Errors are without their signs in medians. Two runs of one case differ too: by how much is the floor, the error that a
 prediction would have which is the same run, an earlier round of it. A case whose error has one sign in all rounds is
 off for a reason other than that. `at speed`: with what is predicted brought to the speed that this machine had when the
-run had ended, beside when it was calibrated. `--json` prints one object.
+run had ended, beside when it was calibrated, where that differed. `--json` prints one object.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def one_round(specs: list[Spec], *, stored: bool) -> dict[str, Any]:
         why = explain(one["reason"], tables.seconds) if one["reason"] else ""
         rows[case] = {
             **one["step"],
-            "slower": one["slower"],
-            "at_speed": one["at_speed"]["error"],
+            "slower": one["slower"] or 1.0,
+            "at_speed": (one["at_speed"] or one["step"])["error"],
             "why": why,
             "other_cores": one["other_cores"],
             "ops": one["ops"],

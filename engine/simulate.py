@@ -117,8 +117,11 @@ def on_shared_cores(graph: Graph, seconds: np.ndarray, machine: Machine) -> tupl
         np.add.at(groups, graph.meets[called], (together / degree)[called])
         together[called] = groups[graph.meets[called]]
     columns = (seconds, alone * together, alone, acts_of(graph), lanes_of(graph), graph.meets)
-    leads = np.array(local_leads(graph, machine.local))[graph.which].tolist() if machine.local else ()
-    cores = Cores(machine.cores, machine.together, machine.crowded)
+    leads: Sequence[float] = ()
+    if machine.local:
+        crowding = machine.crowding(graph.plan.world_size)
+        leads = (crowding * np.array(local_leads(graph, machine.local)))[graph.which].tolist()
+    cores = Cores(machine.cores, machine.together)
     each = (graph.waits, graph.first, leads, ranks.tolist(), machine.uneven, _met(graph))
     return share(cores, *(c.tolist() for c in columns), *each)
 
@@ -146,11 +149,12 @@ def durations(graph: Graph, machine: Machine, slow: Slow = NOTHING) -> np.ndarra
         seconds = []
         for program in graph.plan.programs:
             seconds += compute_seconds(Ops.of(program.ops).templates, machine, graph.plan.world_size)
+    crowding = machine.crowding(graph.plan.world_size)
     known: dict[tuple, float] = {}  # of communication that many ops repeat
     groups: dict[tuple[int, str], Sequence[int]] = {}  # of a role on an axis
     for i, op in enumerate(graph.templates):
         if op.is_compute:
-            seconds[i] *= slow.computing(graph.representative[graph.lanes[i][0]])
+            seconds[i] *= slow.computing(graph.representative[graph.lanes[i][0]]) * crowding
         elif op.kind == "send" or op.kind in COLLECTIVES:
             place = (graph.lanes[i][0], op.axis)
             if op.peer is not None:

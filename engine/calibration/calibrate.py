@@ -6,7 +6,6 @@ Products, collectives and small trainings of every mode are run and recorded (`e
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 import time
 from collections import defaultdict
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 
 from engine import archive
 from engine.calibration.calibrated import Arrival, Sample, costs, of_training, unevenness
-from engine.cost.calibration import MANY, ON_GPU, Calibration, Cost, Curve, num_cores, this_machine
+from engine.cost.calibration import MANY, ON_GPU, PROBING, Calibration, Cost, Curve, num_cores, this_machine
 from engine.cost.local import PLAIN, Local
 from engine.job import count_gpus, prepare
 from engine.launch import Handle, Launcher
@@ -48,7 +47,7 @@ SHARED = (
     ("fsdp", "gpt", {}),
     ("hsdp", "gpt", {"dp": 2, "fsdp": 1}),
     ("local_sgd", "gpt", {"sync_every": 2}),
-    ("layer_split", "gpt", {}),
+    ("layer_split", "gpt", {"global_batch": 16}),  # a rank computes for all samples, where another one has half of them
     ("pipeline", "gpt", {"microbatches": 2}),
     ("pipeline", "gpt", {"microbatches": 2, "schedule": "zbv"}),
     ("tensor", "gpt", {}),
@@ -69,13 +68,13 @@ class CalibrationError(RuntimeError):
 class Effort:
     """How long to look: `steps` of a training, `budget` seconds of a product or a collective, ranks to try."""
 
-    steps: int = 5
+    steps: int = 8
     budget: float = 0.02
     ranks: tuple[int, ...] = (2, 4)
     modes: tuple[str, ...] | None = None  # None: all
 
 
-QUICK = Effort(budget=0.004, ranks=(2,), modes=("ddp",))
+QUICK = Effort(steps=5, budget=0.004, ranks=(2,), modes=("ddp",))
 
 
 class Part(NamedTuple):
@@ -216,7 +215,7 @@ class Measuring:
         trained = [one for one in found if one.part.asked["what"] == "trainings"]
         calibration = Calibration(
             identity=this_machine(), made=began, seconds=0.0, together=together, crowded=crowded, uneven=0.0,
-            probe=mean_step((one.part.processes, one.ranks) for one in trained),
+            probe=probes(by_name["together"].ranks, trained),
             disturbed=sum(one.others * one.seconds for one in found) / sum(one.seconds for one in found),
             curves=measured, ops={}, rates=rates_of(measured),
         )  # fmt: skip
@@ -240,21 +239,20 @@ class Measuring:
 
 
 def speeds(found: Sequence[Mapping[str, float]], cores: int) -> tuple[float, float]:
-    """Steps a second of each process while some of them train -> how fast a core is while each has a process, and
-    while each has two, beside one that is alone."""
-    alone = found[0]["1"]
-    each = (sum(rank.get(str(processes), 0.0) for rank in found) / cores for processes in (cores, 2 * cores))
-    busy, shared = (min(1.0, steps / alone) for steps in each)
+    """CPU seconds of a step of each process while some of them train -> how fast a core is while each has a process,
+    and while each has two, beside one that is alone."""
+    each = [[rank[str(n)] for rank in found if str(n) in rank] for n in (cores, 2 * cores)]
+    busy, shared = (min(1.0, found[0]["1"] / fmean(steps)) for steps in each)
     return busy, min(busy, shared)
 
 
-def mean_step(parts: Iterable[tuple[int, Sequence[Mapping[str, Any]]]]) -> dict[str, float]:
-    """Of each part its processes, and what each of them found -> `2`: CPU seconds of a step of the small training in
-    each of two processes, in the mean over all that such parts measured."""
-    seconds: dict[int, list[float]] = defaultdict(list)
-    for processes, ranks in parts:
-        seconds[processes] += [one for rank in ranks for one in rank["step_seconds"]]
-    return {str(processes): fmean(each) for processes, each in sorted(seconds.items())}
+def probes(together: Sequence[Mapping[str, float]], trained: Iterable[Measured]) -> dict[str, tuple[float, ...]]:
+    """`2`: CPU seconds of a step of the small training in each of two processes, whenever it was measured: alone, and
+    before and after other trainings."""
+    seconds = {n: [rank[str(n)] for rank in together if str(n) in rank] for n in range(1, PROBING + 1)}
+    for part, _, ranks, *_ in trained:
+        seconds[part.processes] += [one for rank in ranks for one in rank["step_seconds"]]
+    return {str(processes): tuple(each) for processes, each in seconds.items()}
 
 
 def rates_of(measured: Mapping[str, Curve]) -> dict[str, float]:
@@ -273,8 +271,7 @@ def rates_of(measured: Mapping[str, Curve]) -> dict[str, float]:
 
 def curves(found: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, tuple[tuple[float, ...], ...]]:
     """What each rank saw of every call -> `all_reduce/2`: (bytes, seconds, cores busy), from when the last rank had
-    begun to when the last had ended, in the mean of all calls. Where a smaller tensor took longer than a larger one,
-    something else ran: it takes no longer than that."""
+    begun to when the last had ended, in the mean of all calls."""
     made: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for key in found[0]:
         kind, size = key.split("/")
@@ -287,14 +284,21 @@ def curves(found: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, tuple[tu
         if not seconds:
             raise CalibrationError(f"no {kind} of {size} bytes was seen")
         busy = sum(rank[key]["busy"] for rank in found[: 2 if kind == "send" else None])
-        made[f"{kind}/{ranks}"].append((float(size), fmean(seconds) / 1e9, busy))
+        made[f"{kind}/{ranks}"].append((float(size), fmean(seconds) / 1e9, busy, len(seconds)))
     return {key: _rising(sorted(points)) for key, points in made.items()}
 
 
 def _rising(points: Sequence[tuple[float, ...]]) -> Curve:
-    least = itertools.accumulate((seconds for _, seconds, _ in reversed(points)), min)
-    kept = zip(points, reversed([*least]), strict=True)
-    return tuple((size, seconds, busy) for (size, _, busy), seconds in kept)
+    """Isotonic regression by pooling neighbours (Ayer et al. 1955, doi 10.1214/aoms/1177728423): where a smaller tensor
+    took longer than a larger one, both take what all their calls did in the mean."""
+    pools: list[tuple[float, int, int]] = []  # seconds, calls, points
+    for _, seconds, _, calls in points:
+        pools.append((seconds, calls, 1))
+        while len(pools) > 1 and pools[-2][0] >= pools[-1][0]:
+            (one, n, i), (other, m, j) = pools[-2:]
+            pools[-2:] = [((one * n + other * m) / (n + m), n + m, i + j)]
+    pooled = [seconds for seconds, _, count in pools for _ in range(count)]
+    return tuple((size, seconds, busy) for (size, _, busy, _), seconds in zip(points, pooled, strict=True))
 
 
 def _message(ends: Sequence[Sequence[Sequence[int]]]) -> list[int]:

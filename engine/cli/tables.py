@@ -12,6 +12,7 @@ from engine import archive
 from engine.analysis import words
 from engine.analysis.mfu import MFU_FORMULA
 from engine.analysis.shares import BUBBLE_FORMULA, BUBBLE_OVER_IDEAL_FORMULA, OVERLAP_FORMULA
+from engine.cost.calibration import COMMAND
 from engine.launch import Handle
 from engine.modes import Lesson
 from engine.outcome.accuracy import explain, shared_with
@@ -289,7 +290,7 @@ def _accuracy(found: dict[str, Any] | None) -> list[tuple[str, str]]:
     if at := found.get("at_speed"):  # runs of earlier days hold none
         error = f"{100 * at['error']:+.0f} %"
         told = f"{found['slower']:.2f} times what the same took when calibrated; at this speed"
-        lines.append(("  the machine", f"{told} {seconds(at['predicted'])} are predicted: {error}"))
+        lines.append(("  the machine", f"{told} {seconds(at['predicted'])} are predicted: {error} ({COMMAND})"))
     if other := shared_with(found):
         lines.append(("  meanwhile", "other programs kept {other} of {cores} cores busy".format_map(other)))
     return lines

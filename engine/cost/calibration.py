@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
 import platform
 import time
@@ -19,6 +20,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from engine.asking.rules import SpecError
@@ -28,8 +30,9 @@ VARIABLE = "LOCKSTEP_CALIBRATION"  # a file to store in and to read from; `none`
 OLD = 90  # days
 ON_GPU = "cuda:"  # before the name of a curve that is of GPUs, and of NCCL between them
 PROBING = 2  # processes at most that train at once where it is measured how fast a machine is
+STEADY, SURE = 0.03, 2.0  # a difference of speed that is worth no word, and how many standard deviations are
 MANY = 0.1  # of the cores: other programs that keep so many busy are worth a word
-VERSION = 3  # of what is stored
+VERSION = 4  # of what is stored
 MEMORY_DIFFERS = 0.02  # of a machine's memory, that may be more or less after a restart
 COMMAND = "python -m engine calibrate"
 DIFFERS = ("host", "cpu", "cores", "memory", "gpus", "system", "torch")  # in the order in which they are told
@@ -111,7 +114,7 @@ class Calibration:
     written, seconds) of a sum; kind of communication and ranks (`all_reduce/4`) -> (bytes, seconds, cores busy
     meanwhile, over all ranks); the same of GPUs, where there are any, as `cuda:fp32/1`. `ops`: who runs it, its kind
     and part (`fsdp/forward/block`) -> Cost. `together`, `crowded` and `uneven`: see Machine. `probe`: in how many
-    processes a small training went on at once -> CPU seconds of a step, in the mean over all this
+    processes a small training went on at once -> CPU seconds of a step, each time that it was measured meanwhile
     (`engine.real.speed`). `disturbed`: cores that other programs kept busy meanwhile. `made`: Unix seconds; `seconds`:
     how long it took. `rates`: a few of the numbers as people know them."""
 
@@ -122,7 +125,7 @@ class Calibration:
     crowded: float
     uneven: float
     disturbed: float
-    probe: Mapping[str, float]
+    probe: Mapping[str, tuple[float, ...]]
     curves: Mapping[str, Curve]
     ops: Mapping[str, Cost]
     rates: Mapping[str, float]
@@ -135,9 +138,14 @@ class Calibration:
         return {"other": f"{self.disturbed:.1f}", "cores": self.identity.cores} if many else None
 
     def slower(self, processes: int, seconds: float) -> float | None:
-        """How many times as long the same takes where a step of the probe in so many processes takes so long."""
-        then = self.probe.get(str(min(processes, PROBING)))
-        return seconds / then if then else None
+        """How many times as long the same takes where a step of the probe in so many processes takes so long; None
+        where that cannot be told from 1, since while all this was measured the probe itself differed by as much."""
+        then = self.probe.get(str(min(processes, PROBING)), ())
+        if len(then) < 2:
+            return None
+        apart = stdev(then) / fmean(then) * math.sqrt(1 + 1 / len(then))
+        slower = seconds / fmean(then)
+        return slower if abs(slower - 1) > max(STEADY, SURE * apart) else None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"ops": {name: list(cost) for name, cost in self.ops.items()}}
@@ -148,14 +156,13 @@ class Calibration:
         if values["version"] != VERSION:
             raise ValueError(f"it is of version {values['version']}, and this Lockstep reads {VERSION}")
         who = dict(values["identity"])
-        numbers = {
-            name: _number(values[name]) for name in ("made", "seconds", "together", "crowded", "uneven", "disturbed")
-        }
+        single = ("made", "seconds", "together", "crowded", "uneven", "disturbed")
+        numbers = {name: _number(values[name]) for name in single}
         return cls(
             identity=Identity(**who | {"gpus": tuple(who["gpus"])}),
             ops={name: Cost(*map(_number, cost)) for name, cost in values["ops"].items()},
             rates={name: _number(rate) for name, rate in values["rates"].items()},
-            probe={processes: _number(seconds) for processes, seconds in values["probe"].items()},
+            probe={processes: tuple(map(_number, each)) for processes, each in values["probe"].items()},
             curves={name: _curve(points) for name, points in values["curves"].items()},
             **numbers,
         )

@@ -56,7 +56,8 @@ class Machine:
     it is `bf16_gain`, `fp16_gain` or `fp8_gain` times that. `op_overhead` is what every op costs beside its work, or on
     a GPU (`sms` > 0) every kernel of it. `cores`: where ranks are processes that share cores, how many there are; 0
     where every rank has a device of its own. `together`: how fast a core is while all are busy, beside one that is
-    alone; `crowded`: while each has two processes, which take turns and find its caches full of each other's.
+    alone; `crowded`: the same where each has two processes, which find its caches full of each other's, whether they
+    take turns or wait for each other.
     `uneven`: seconds of variance that a second of the same computing adds to when ranks are done with it. `unit`:
     forget the rates: a stage's forward takes 1 s, its backward `unit_backward`, everything else nothing.
 
@@ -130,6 +131,11 @@ class Machine:
     def threads(self, ranks: int) -> int:
         """Cores that each of `ranks` ranks computes on when they are shared out; 1 where there are not enough."""
         return max(1, self.cores // ranks)
+
+    def crowding(self, ranks: int) -> float:
+        """How many times as long the same computing takes where so many ranks share the cores, be they busy or not."""
+        twice = min(max(ranks / self.cores - 1.0, 0.0), 1.0) if self.cores else 0.0
+        return 1.0 / (1.0 - twice * (1.0 - self.crowded / self.together))
 
     def __post_init__(self) -> None:
         gains = tuple(f.name for f in fields(self) if f.name.endswith("_gain"))

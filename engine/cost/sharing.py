@@ -26,12 +26,10 @@ CALLED = (SEND, SYNC_SEND, CALL, SYNC_CALL)  # the rank does something for it, b
 
 @dataclass(slots=True)
 class Cores:
-    """Ops that run, and the time. `count` cores; with all of them busy, each is `together` times as fast as alone, and
-    `crowded` times once they are asked for twice."""
+    """Ops that run, and the time. `count` cores; with all of them busy, each is `together` times as fast as alone."""
 
     count: int
     together: float = 1.0
-    crowded: float | None = None  # None: as `together`
     now: float = 0.0
     _virtual: float = 0.0  # of the clock that slows down
     _asked: float = 0.0  # cores
@@ -43,10 +41,7 @@ class Cores:
         if not asked:
             return 1.0
         busy = min(max(asked - 1.0, 0.0) / (self.count - 1), 1.0) if self.count > 1 else 0.0
-        twice = min(max(asked / self.count - 1.0, 0.0), 1.0)
-        crowded = self.together if self.crowded is None else self.crowded
-        slower = 1.0 - (1.0 - self.together) * busy - (self.together - crowded) * twice
-        return slower * min(1.0, self.count / asked)
+        return (1.0 - (1.0 - self.together) * busy) * min(1.0, self.count / asked)
 
     def begin(self, op: int, seconds: float, asks: float, alone: float) -> None:
         """An op that asks for `asks` cores, and takes `seconds` where all that runs asks for `alone`."""

@@ -51,7 +51,7 @@ ARRAYS = {  # bytes of an array
     "cuda": (4_096, 2_097_152, 67_108_864, 536_870_912),
 }
 BETWEEN = 4_000_000  # bytes that are read, and written, from one collective to the next
-FEWEST, MOST = 4, 40  # calls of a collective, in each pass
+FEWEST, MOST = 8, 40  # calls of a collective, in each pass: some take ten times as long, where a thread has to wait
 FLOAT = 4  # bytes
 
 
@@ -137,14 +137,14 @@ def seconds_of(call: Callable[[], object], budget: float, clock: Callable[[], fl
 
 
 def together(asked: dict, folder: Path, device: torch.device, rank: int, world_size: int) -> tuple[dict, list]:
-    """`2` -> steps a second of this process while two of them train a model of their own, on one thread each."""
+    """`2` -> CPU seconds of a step of this process while two of them train a model of their own, on one thread each."""
     torch.set_num_threads(1)
     probe, found = speed.Probe(folder, rank), {}
+    probe.warm()
     for processes in asked["each"]:
         dist.barrier()
         if rank < processes:
-            steps, seconds, _ = probe.steps(asked["budget"])
-            found[str(processes)] = steps / seconds
+            found[str(processes)] = probe.step_seconds(asked["budget"])
         told(folder, rank)
     return found, [probe]
 

@@ -42,7 +42,7 @@ MADE = Calibration(
     crowded=0.8,
     uneven=1e-4,
     disturbed=0.1,
-    probe={"1": 0.025, "2": 0.04},
+    probe={"1": (0.024, 0.026), "2": (0.04, 0.04, 0.04)},
     curves={
         # 1 us a call and a TFLOP/s; on two threads twice that
         "fp32/1": ((1e6, 2e-6), (1e9, 1.001e-3)),
@@ -309,6 +309,17 @@ def test_a_machine_is_slower_by_what_the_same_takes_in_as_many_processes():
     assert MADE.slower(2, 0.02) == pytest.approx(0.5)
     assert MADE.slower(4, 0.02) == MADE.slower(2, 0.02)  # of more than two ranks two did it
     assert dataclasses.replace(MADE, probe={}).slower(1, 0.05) is None
+
+
+def test_a_difference_of_speed_that_was_seen_while_it_was_calibrated_is_none():
+    """24 and 26 ms: a deviation of 2 ** 0.5 ms, and of a third one from their mean 1.5 ** 0.5 times that, 1.73 ms."""
+    assert MADE.slower(1, 0.025 + 2 * 1.74e-3) == pytest.approx(1.139, abs=1e-3)
+    assert MADE.slower(1, 0.025 - 2 * 1.74e-3) == pytest.approx(0.861, abs=1e-3)
+    assert MADE.slower(1, 0.025 + 2 * 1.72e-3) is None and MADE.slower(1, 0.025 - 2 * 1.72e-3) is None
+    # Three that were alike are no reason to tell of 2 %.
+    assert MADE.slower(2, 0.04 * 1.02) is None and MADE.slower(2, 0.04 * 1.04) == pytest.approx(1.04)
+    # Of one it is not known by how much another would have been off.
+    assert dataclasses.replace(MADE, probe={"1": (0.025,)}).slower(1, 0.05) is None
 
 
 # GPUs

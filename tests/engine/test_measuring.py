@@ -8,22 +8,26 @@ import json
 import pytest
 
 from engine.calibration import calibrate
-from engine.calibration.calibrate import Measured, Measuring, Part, curves, mean_step, speeds
+from engine.calibration.calibrate import Measured, Measuring, Part, curves, probes, speeds
 
 
 def test_a_core_is_as_fast_as_what_all_do_on_it():
-    """Alone 10 steps a second; two cores do 18, and 16 while four processes take turns."""
-    four = [{"1": 10.0, "2": 9.0, "4": 4.0}, {"2": 9.0, "4": 4.0}, {"4": 5.0}, {"4": 3.0}]
-    assert speeds(four, 2) == (pytest.approx(0.9), pytest.approx(0.8))
-    # More than alone, or crowded more than each on its own, is noise.
-    assert speeds([{"1": 10.0, "2": 11.0, "4": 6.0}, {"2": 11.0, "4": 6.0}], 2) == (1.0, 0.6)
+    """Alone a step takes 9 s of a core, 10 and 11 while both are busy, 12 in the mean of four that take turns."""
+    four = [{"1": 9.0, "2": 10.0, "4": 11.0}, {"2": 11.0, "4": 12.0}, {"4": 10.0}, {"4": 15.0}]
+    assert speeds(four, 2) == (pytest.approx(9 / 10.5), pytest.approx(0.75))
+    # Faster than alone, or crowded faster than each on its own, is noise.
+    two = [{"1": 9.0, "2": 8.0, "4": 10.0}, {"2": 8.0, "4": 10.0}]
+    assert speeds(two, 2) == (1.0, 0.9)
+    assert speeds([{"1": 9.0, "2": 12.0, "4": 10.0}], 2) == (0.75, 0.75)
 
 
-def test_how_fast_a_machine_was_is_the_mean_over_all_that_was_measured():
-    alone = [{"step_seconds": [0.01, 0.04]}], [{"step_seconds": [0.07]}]
-    shared = [{"step_seconds": [0.05, 0.06]}, {"step_seconds": [0.07, 0.10]}]
-    found = mean_step([(1, alone[0]), (2, shared), (1, alone[1])])
-    assert found == {"1": pytest.approx(0.04), "2": pytest.approx(0.07)}
+def test_how_fast_a_machine_was_is_kept_each_time_that_it_was_measured():
+    def part(processes: int, *ranks: dict) -> Measured:
+        return Measured(Part("", processes, {}, 1), None, [*ranks], 1.0, 0.0)
+
+    four = [{"1": 1.0, "2": 2.0, "4": 4.0}, {"2": 2.5, "4": 4.0}]
+    shared = part(2, {"step_seconds": [3.0, 3.5]}, {"step_seconds": [3.0]})
+    assert probes(four, [part(1, {"step_seconds": [1.5]}), shared]) == {"1": (1.0, 1.5), "2": (2.0, 2.5, 3.0, 3.5, 3.0)}
 
 
 def parts_of(gpus: int, monkeypatch) -> list[Part]:
@@ -79,10 +83,19 @@ def test_a_collective_takes_from_its_last_start_to_its_last_end():
     assert curves(found, 2) == {"all_reduce/2": ((64.0, pytest.approx(400e-9), 1.5),)}
 
 
-def test_a_smaller_tensor_takes_no_longer_than_a_larger_one():
-    sizes = {64: 900, 128: 200, 256: 400}
-    found = [{f"all_reduce/{n}": {"busy": 1.0, "calls": [[[0, t], [0, t]]]} for n, t in sizes.items()}] * 2
-    assert [point[1] for point in curves(found, 2)["all_reduce/2"]] == pytest.approx([200e-9, 200e-9, 400e-9])
+@pytest.mark.parametrize(
+    ("each", "wanted"),
+    [
+        ([[900], [200], [600]], [550, 550, 600]),
+        ([[100], [200], [600]], [100, 200, 600]),
+        ([[900], [200, 300, 300], [600]], [425, 425, 600]),  # by their calls
+        ([[900], [500], [400]], [600, 600, 600]),
+    ],
+)
+def test_a_smaller_tensor_takes_no_longer_than_a_larger_one(each, wanted):
+    calls = {f"all_reduce/{64 * 2**i}": [[[0, t], [0, t]] for t in times] for i, times in enumerate(each)}
+    found = [{key: {"busy": 1.0, "calls": times} for key, times in calls.items()}] * 2
+    assert [point[1] for point in curves(found, 2)["all_reduce/2"]] == pytest.approx([t * 1e-9 for t in wanted])
 
 
 def test_a_message_takes_from_its_send_to_the_end_of_its_receive():

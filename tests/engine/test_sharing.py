@@ -88,11 +88,26 @@ def test_cores_that_are_slower_together_slow_down_what_shares_them():
     assert ends(Cores(2, together=0.8), [(1.0, 1), (2.0, 1)]) == pytest.approx({0: 1.25, 1: 2.25})
 
 
-@pytest.mark.parametrize(("jobs", "wanted"), [(2, 1 / 0.8), (3, 3 / (2 * 0.7)), (4, 2 / 0.6), (8, 4 / 0.6)])
-def test_cores_that_are_asked_for_twice_lose_some_more(jobs, wanted):
-    """Two cores at 0.8 while both are busy and at 0.6 while each has two processes; three are in the middle."""
-    found = ends(Cores(2, together=0.8, crowded=0.6), [(1.0, 1)] * jobs)
-    assert found == pytest.approx(dict.fromkeys(range(jobs), wanted))
+@pytest.mark.parametrize(("ranks", "wanted"), [(2, 1.0), (3, 1 / 0.8), (4, 1 / 0.6), (8, 1 / 0.6)])
+def test_ranks_that_outnumber_cores_compute_slower_even_one_by_one(ranks, wanted):
+    """Two cores, at 0.6 where each has two processes; three are in the middle. Of a line of ranks each waits for the
+    one before, so none ever waits for a core."""
+    text = f"mesh pp={ranks}\n"
+    for rank in range(ranks):
+        text += f"role {rank}: ranks {rank}\n"
+        text += f"recv pp<{rank - 1} bytes=0\n" if rank else ""
+        text += "forward flops=1\n"
+        text += f"send pp>{rank + 1} bytes=0\n" if rank + 1 < ranks else ""
+    plan = parse_plan(text)
+    assert simulate(plan, replace(PLAIN, cores=2, crowded=0.6)).makespan == pytest.approx(ranks * wanted)
+    assert simulate(plan, replace(PLAIN, crowded=0.6)).makespan == pytest.approx(ranks)  # a device of its own for each
+
+
+@pytest.mark.parametrize(("ranks", "wanted"), [(2, 1 / 0.8), (4, 2 / 0.6), (8, 4 / 0.6)])
+def test_all_at_once_they_are_as_slow_as_was_measured_then(ranks, wanted):
+    """Two cores at 0.8 while both are busy, and at 0.6 while each has two processes."""
+    plan = parse_plan(f"mesh dp={ranks}\nrole 0: ranks 0-{ranks - 1}\nforward flops=1\n")
+    assert simulate(plan, replace(PLAIN, cores=2, together=0.8, crowded=0.6)).makespan == pytest.approx(wanted)
 
 
 # Ranks that are not done at the same moment

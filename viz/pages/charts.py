@@ -122,7 +122,8 @@ def _say_why(result: Mapping[str, Any], shown: Shown, text: Catalogue) -> None:
     st.caption(escape(text("accuracy.reason", reason=told) if told else text("accuracy.as_predicted")))
     if at := found.get("at_speed"):  # runs of earlier days hold none
         values = {"predicted": show_seconds(at["predicted"]), "error": show_error(at["error"])}
-        st.caption(escape(text("accuracy.speed", factor=f"{found['slower']:.2f}", **values)))
+        words = text("accuracy.speed", factor=f"{found['slower']:.2f}", **values, command=calibration.COMMAND)
+        st.caption(words)
     if other := accuracy.shared_with(found):
         st.caption(f":material/warning: {text('accuracy.other', **other)}")
     if found["calibration"] == "shipped":
