@@ -123,6 +123,15 @@ def test_a_device_with_several_stages_shows_which_layers_are_whose():
     payload = moving_picture(info, EN)
     assert [box["titles"][0] for box in payload["boxes"]][::3] == ["rank 0 · stages 0, 7", "rank 3 · stages 3, 4"]
     assert payload["boxes"][1]["held"] == [0, 2, 0, 0, 0, 0, 7, 0]
+    drawn = next(trace for trace in payload["figure"]["data"] if trace.get("name") == "later stages")
+    ops = [bar.span for bar in info.rows.bars if bar.computes and bar.span.kind in ("forward", "backward_input")]
+    # Each of 4 ranks does each of its passes for as many microbatches at its first stage as at its second.
+    assert drawn["x"].count(None) == len(info.later_stages)
+    for kind in ("forward", "backward_input"):
+        of = [bar for bar in info.later_stages if bar.span.kind == kind]
+        assert 2 * len(of) == sum(span.kind == kind for span in ops) > 0
+        assert {bar.span.stage for bar in of} == {4, 5, 6, 7}
+    assert payload["caption"] == EN("figure.later_stages")
     filled = [shape.get("fillcolor") for shape in payload["figure"]["layout"]["shapes"]]
     assert filled.count(stage_colour(0)) == 2 * filled.count(stage_colour(2))  # 0 and 6 share a colour, 2 has its own
 

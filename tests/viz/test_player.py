@@ -118,6 +118,15 @@ class TestPlayer:
         assert "rank 1: forward" in said
         assert "backward" in said
 
+    def test_a_packet_passes_beneath_the_name_of_an_op(self, show):
+        """In a ring it reaches the lower devices where their names are."""
+        page = show(payload_of("context", 8, "h100", model="gpt"))
+        ask(page, BUSY)
+        order = page.locator(".ls-over > .ls-packet, .ls-over > .ls-pill").evaluate_all(
+            "(all) => all.map((n) => n.classList[0])"
+        )
+        assert order == sorted(order) and {"ls-packet", "ls-pill"} == set(order)
+
     def test_an_idle_device_does_not_glow_and_is_said_to_be_idle(self, show):
         """At 0.5 only the first stage works; loads take no time on this machine."""
         page = show(payload_of(microbatches=8))

@@ -57,6 +57,12 @@ class PictureInfo(NamedTuple):
         return not self.rows.bars
 
     @property
+    def later_stages(self) -> tuple[Bar, ...]:
+        """Of ranks that hold several stages, the ops of all but the first: microbatches pass such a rank again."""
+        first = [min(box.stages, default=0) for box in self.places.boxes]
+        return tuple(b for b in self.rows.bars if b.computes and not b.behind and b.span.stage > first[b.row])
+
+    @property
     def total(self) -> int:
         return len(self.places.boxes) + self.places.hidden
 
@@ -133,10 +139,12 @@ def typical_step(timeline: Timeline) -> int:
 
 
 def caption(info: PictureInfo, text: words.Text) -> str:
-    """What must be said about the picture: that it is empty, what hatched layers are, how few devices are drawn."""
+    """What must be said about the picture: that it is empty, what marks mean, how few devices are drawn."""
     if info.is_empty:
         return text("figure.empty")
     told = [text("figure.frozen")] if any(cell.frozen for box in info.places.boxes for cell in box.cells) else []
+    if info.later_stages:
+        told.append(text("figure.later_stages"))
     if info.places.hidden:
         told.append(text("figure.not_drawn", drawn=len(info.places.boxes), total=f"{info.total:,}"))
     return " ".join(told)

@@ -55,6 +55,9 @@ def still_traces(info: PictureInfo, text: words.Text) -> list[dict[str, Any]]:
         data.append(_shape([0], [0], theme.GROUND))
     if predicted:  # a veil that leaves a rim: outlined is predicted, solid is measured
         data.append(_shape(*_rectangles(info, predicted, rim=True), theme.GROUND) | {"opacity": 0.62})
+    if later := info.later_stages:
+        x, y = _rectangles(info, [bar._replace(y0=bar.y1 - 4.5, y1=bar.y1 - 2.5) for bar in later])
+        data.append(_shape(x, y, theme.INK if info.view == "predicted" else theme.GROUND) | {"name": "later stages"})
     if info.critical:
         data.append(outline(info.critical, info.unit[0], digits_of(info), text("figure.critical")))
     return data

@@ -95,7 +95,8 @@ def _open(asked: Asked, runs_dir: Path) -> tuple[Opened | None, SpecError | None
 
 
 def _show_head(asked: Asked, shown: Shown, run: Opened | None, runs_dir: Path, text: Catalogue) -> None:
-    told = lesson(text.language, shown.prediction.job.spec.mode)
+    spec = shown.prediction.job.spec
+    told = lesson(text.language, spec.mode)
     with st.container(horizontal=True, wrap=False, vertical_alignment="center", gap="large", key="head"):
         with st.container(gap="xxsmall"):
             st.markdown(f"## {told.title}")
@@ -104,8 +105,8 @@ def _show_head(asked: Asked, shown: Shown, run: Opened | None, runs_dir: Path, t
             _show_buttons(asked, shown, run, runs_dir, text)
     if shown.error is not None:
         wrong = escape(explain(text.language, shown.error))
-        st.warning(text("lab.last_good", error=wrong), icon=":material/history:")
-    spec = shown.prediction.job.spec
+        works = {"mode": text(f"mode.{spec.mode}"), "devices": spec.devices}
+        st.warning(text("lab.last_good", error=wrong, **works), icon=":material/history:")
     if run is None and shown.error is None and ":" in (spec.resume or ""):
         st.caption(f":material/info: {resumed(spec, text)}")
     if run is None and spec.paced is not None:

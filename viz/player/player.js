@@ -258,7 +258,7 @@ class Player {
   draw() {
     const { boxes, spans, strings, flights, paths, looks, end, fade } = this.payload, t = this.time;
     const { px, py, left, right, top, bottom, clock } = this.scale();
-    const under = brush(this.under_), over = brush(this.over_), doing = new Map(), idle = [];
+    const under = brush(this.under_), over = brush(this.over_), doing = new Map(), idle = [], pills = [];
     const links = new Map(), flying = [], z = this.zoom, pointed = this.rail.at(t);
     for (const [t0, t1, colour] of this.rail.bands()) {
       const [x0, x1] = [t0, t1].map((v) => left + Math.max(0, Math.min(right - left, clock.l2p(v))));
@@ -296,8 +296,10 @@ class Player {
       const pill = fitting(strings[spans.label[i]].split("\t"), (X1 - X0 - 8) / z, PILL), wide = pill && z * (width(pill, PILL) / 2 + 11);
       if (!pill) return;
       const middle = (X0 + X1) / 2;
-      over("path", { d: rounded(middle - wide, middle + wide, Y0 - 20 * z, Y0 + 4 * z, 12 * z), fill: colour, opacity: on, class: "ls-pill" });
-      over("text", { x: middle, y: Y0 - 8 * z, fill: ink, opacity: on, class: "ls-doing" }, pill);
+      pills.push(() => {
+        over("path", { d: rounded(middle - wide, middle + wide, Y0 - 20 * z, Y0 + 4 * z, 12 * z), fill: colour, opacity: on, class: "ls-pill" });
+        over("text", { x: middle, y: Y0 - 8 * z, fill: ink, opacity: on, class: "ls-doing" }, pill);
+      });
     });
     const at = clock.l2p(t);
     if (at >= 0 && at <= right - left) {
@@ -311,6 +313,7 @@ class Player {
       over("path", { d: SHAPES[shape], fill: colour, transform: spot, class: "ls-packet" });
       if (flights.number[i] >= 0) over("text", { transform: spot, fill: ink, class: "ls-number" }, String(flights.number[i]));
     }
+    for (const pill of pills) pill(); // a packet passes beneath: what a device does can always be read
     under(), over();
     const words = narration(this.payload, doing, idle, (line) => width(line, WORDS) * this.loud <= this.room);
     if (this.words_.textContent !== words) this.words_.textContent = this.words_.title = words;
