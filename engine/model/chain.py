@@ -29,11 +29,11 @@ OPTIMIZER_FLOPS = {"sgd": 4, "adamw": 12}
 ENDS = ("embed", "head")  # of which nothing is computed again but where every layer keeps no more than it must
 
 
-def kept(layer: Layer, spec: Spec | None, *, sent: bool = False, ends: bool = True) -> int:
+def kept(layer: Layer, spec: Spec | None, *, sent: bool = False) -> int:
     """Bytes that a layer keeps of one sample from its forward to its backward pass, as far as it is computed again.
-    `sent`: its output goes to another device, and is kept here for its gradient. `ends`: what follows it goes back."""
+    `sent`: its output goes to another device, and is kept here for its gradient."""
     if layer.stops:
-        return layer.output_bytes * ends
+        return layer.output_bytes if sent else layer.saved
     if spec is None or spec.recompute in (None, "none"):
         return layer.saved + (layer.output_bytes - layer.left if sent else -layer.copied)
     if spec.recompute == "full":
@@ -65,10 +65,10 @@ def forward(
             part=layer.name,
             flops=layer.flops * samples,
             bytes=layer.param_bytes + samples * (layer.saved + layer.output_bytes),
-            saved=kept(layer, spec, sent=sent and layer is layers[-1], ends=not (after and after.stops)) * samples,
+            saved=kept(layer, spec, sent=sent and layer is layers[-1]) * samples,
             kernels=kernels.forward(layer.kernels, samples),
         )
-        for layer, after in zip(layers, [*layers[1:], None], strict=True)
+        for layer in layers
     ]
 
 

@@ -191,6 +191,10 @@ class Decoder:
         in_fp32 = 1 + (0 if self.fused else self.hidden * (1 + self.copies))
         return (tokens or self.context) * (self.item * self.hidden + FP32 * in_fp32)
 
+    def scale_saved(self) -> int:
+        """Of that, what the gradient of its input needs: the scale, and a copy of the input."""
+        return FP32 * self.context * (1 + self.hidden * self.copies)
+
     @property
     def copies(self) -> bool:
         """Whether norms keep a copy of what they are given, so that nothing else needs it."""

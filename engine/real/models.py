@@ -137,17 +137,23 @@ class Experts(nn.Module):
 
 
 class Scores(torch.autograd.Function):
-    """A router's product in fp32, whatever its tokens and weights are in, of which nothing is kept but these."""
+    """A router's product in fp32, whatever its tokens and weights are in, of which nothing is kept but these, as far as
+    the other's gradient is asked for."""
 
     @staticmethod
     def forward(ctx, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(tokens, weight)
+        of_tokens, of_weight = ctx.needs_input_grad
+        ctx.save_for_backward(tokens if of_weight else None, weight if of_tokens else None)
+        ctx.kinds = tokens.dtype, weight.dtype
         return F.linear(tokens.float(), weight.float())
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, weight = ctx.saved_tensors
-        return (gradient @ weight.float()).to(tokens.dtype), (gradient.T @ tokens.float()).to(weight.dtype)
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        (tokens, weight), (of_tokens, of_weight) = ctx.saved_tensors, ctx.kinds
+        return (
+            None if weight is None else (gradient @ weight.float()).to(of_tokens),
+            None if tokens is None else (gradient.T @ tokens.float()).to(of_weight),
+        )
 
 
 class Router(nn.Linear):

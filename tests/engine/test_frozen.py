@@ -94,6 +94,47 @@ def test_frozen_weights_stay_to_the_last_bit_and_the_others_learn(optimizer, tmp
     assert moved == {"fc3", "out"}
 
 
+DECODER = {"layers": 3, "hidden": 32, "heads": 2, "context": 16, "dataset": "synthetic"}
+KEPT = [
+    *[({"model": "gpt"}, freeze) for freeze in ("block2", "head", "embed", "embed,block1", "embed,block2,head")],
+    *[({"model": "gpt", "precision": "bf16"}, freeze) for freeze in ("block2", "embed", "embed,block1,block2,block3")],
+    *[({"model": "moe", "experts": 4}, freeze) for freeze in ("block2", "embed,block1,block3")],
+    *[({"model": "mlp", "layers": 3}, freeze) for freeze in ("fc2", "fc1,fc3")],
+    *[({"model": "cnn"}, freeze) for freeze in ("conv1", "conv2", "conv2,fc1", "conv1,fc1", "fc2")],
+]
+
+
+@pytest.mark.parametrize(("settings", "freeze"), KEPT, ids=[f"{case['model']}-{freeze}" for case, freeze in KEPT])
+def test_what_is_kept_is_what_autograd_saves(settings, freeze):
+    """Each tensor once, without weights, the batch and its places; frozen layers keep less than trained ones would."""
+    torch = pytest.importorskip("torch")
+    from engine.real import models
+    from engine.real.data import Batches
+
+    of_model = DECODER if settings["model"] in ("gpt", "moe") else {}
+    spec = Spec(mode="single", devices=1, global_batch=8, **(of_model | settings))
+    job = prepare(spec.with_(freeze=freeze))
+    model, (x, y) = models.build(job), Batches(job, 0, 1, torch.device("cpu"))(0)
+    known = {tensor.untyped_storage().data_ptr() for tensor in (x, y, *model.parameters())}
+    saved = {}
+
+    def see(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+        loss = models.loss_of(model(x), y)
+    assert loss.requires_grad
+    planned, trained = (
+        sum(op.saved for op in modes.plan(each).program(0).ops if op.kind == "forward") for each in (job, prepare(spec))
+    )
+    assert planned == pytest.approx(sum(storage.nbytes() for storage in saved.values()), abs=8 * 16 + 4)
+    assert planned <= trained
+    assert planned < trained or not of_model  # a ReLU and a convolution keep what they need in any case
+
+
 @pytest.mark.real
 @pytest.mark.parametrize(
     ("mode", "devices", "settings"),
