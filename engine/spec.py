@@ -168,10 +168,7 @@ class Spec:
     pp: int | None = _setting(None, "devices that the layers are dealt out to, as stages", low=1, high=MAX_DEVICES)
     ep: int | None = _setting(None, "devices that the experts are dealt out to", low=1, high=MAX_DEVICES)
     expert_tp: int | None = _setting(
-        None,
-        "tensor ranks that cut each expert: all, or 1, and it is whole, on one of ep x tp devices (moe)",
-        low=1,
-        high=MAX_DEVICES,
+        None, "tensor ranks that cut each expert: all, or 1, and it is whole (moe)", low=1, high=MAX_DEVICES
     )
     sequence_parallel: bool | None = _setting(
         None, "between the matrices that tensor ranks share, each of them has part of the tokens (a mesh with tp)"
