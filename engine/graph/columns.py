@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -94,6 +94,21 @@ def preceded(ops: Sequence[Op], before: Sequence[Op]) -> Sequence[Op]:
     first = Ops.of(before)
     which = np.concatenate([first.which, ops.which + len(before)]).astype(np.int32)
     return Ops((*before, *ops.templates), which, np.concatenate([first.microbatch, ops.microbatch]))
+
+
+def joined(*parts: Sequence[Op]) -> Ops:
+    """Programs one after the other."""
+    each = [Ops.of(part) for part in parts]
+    before = np.cumsum([0, *(len(one.templates) for one in each)])
+    which = [one.which + start for one, start in zip(each, before[:-1], strict=True)]
+    microbatch = np.concatenate([one.microbatch for one in each])
+    return Ops(tuple(op for one in each for op in one.templates), np.concatenate(which).astype(np.int32), microbatch)
+
+
+def with_each(ops: Sequence[Op], change: Callable[[Op], Op]) -> Ops:
+    """The same with each of its templates changed."""
+    columns = Ops.of(ops)
+    return replace(columns, templates=tuple(map(change, columns.templates)))
 
 
 def _with_microbatch(template: Op, microbatch: int) -> Op:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from engine.asking.frozen import trained
 from engine.asking.settings import degree
 from engine.cost import kernels
+from engine.graph.columns import Ops, unroll, with_each
 from engine.job import Job
 from engine.model.shapes import FP32, Layer
 from engine.plan import Op
@@ -201,17 +202,28 @@ def load_ends(job: Job, samples: int, *, is_first: bool, is_last: bool) -> Op:
     return load(job.sample_bytes, samples, kept=kept)
 
 
-def microsteps(job: Job, passes: Callable[[int, bool], Sequence[Op]]) -> list[Op]:
-    """The loads and `passes(k, whether gradients are reduced after it)` of every micro-step k, which all its ops carry.
+def microsteps(job: Job, passes: Callable[[int, bool], Sequence[Op]]) -> Sequence[Op]:
+    """The loads and `passes(k, whether gradients are reduced after it)` of every micro-step k, which all its ops carry:
+    in columns, where micro-steps are made of the same ops.
 
     Where there is just one, its index says nothing, and a load and a collective carry none.
     """
-    count, ops = job.microsteps, []
+    count, begin = job.microsteps, load(job.sample_bytes, job.micro_batch)
+    if count == 1:
+        return [begin, *passes(0, True)]
+    made: dict[tuple[int, ...], str] = {}  # which ops they are -> a name
+    steps, order = {}, []
     for k in range(count):
-        synced = bool(job.spec.sync_every_microstep) or k == count - 1
-        step = [load(job.sample_bytes, job.micro_batch), *passes(k, synced)]
-        ops += step if count == 1 else [dataclasses.replace(op, microbatch=k) for op in step]
-    return ops
+        ops = [begin, *passes(k, bool(job.spec.sync_every_microstep) or k == count - 1)]
+        name = made.setdefault(tuple(map(id, ops)), str(k))
+        steps.setdefault(name, ops)  # and kept, so that no other has its place
+        order.append((name, k))
+    return unroll(steps, order)
+
+
+def loading(ops: Sequence[Op], part: str) -> Ops:
+    """The same, whose loads say what of the batch they are."""
+    return with_each(ops, lambda op: dataclasses.replace(op, part=part) if op.kind == "load" else op)
 
 
 def optimizer(layers: Sequence[Layer], spec: Spec) -> Op:

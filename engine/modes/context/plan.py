@@ -6,6 +6,7 @@ DDP's buckets go over the axis cp, and a bucket is full when the piece of a laye
 
 import dataclasses
 
+from engine.graph.columns import joined
 from engine.job import Job
 from engine.model import chain
 from engine.model.shapes import Layer
@@ -25,8 +26,7 @@ def plan(job: Job, step: int) -> Plan:
     last = [bucket.params[-1] for bucket in buckets(job.layers, job.spec.bucket_mb if step else None)]
     due = dict(zip(last, reduces, strict=True))
     ranks, samples, own = job.degree("cp"), job.micro_batch, own_tokens(job)
-    programs: dict[tuple[Op, ...], int] = {}
-    roles = []
+    programs = []  # each rank has tokens of its own
     for rank in range(ranks):
         layers, cuts = own.layers, ways(samples, rank)
         made = {name: each for layer in layers for name, each in _made(cuts[1](own, layer)).items()}
@@ -42,13 +42,12 @@ def plan(job: Job, step: int) -> Plan:
 
         where = span(rank, ranks, job.spec.context, job.spec.balance) if ranks > 1 else ""
         steps = chain.microsteps(own, passes)
-        ops = [dataclasses.replace(op, part=where) if op.kind == "load" else op for op in steps]
-        ops += [*chain.clip(job.layers, job.spec), chain.optimizer(job.layers, job.spec)]
-        roles.append(programs.setdefault(tuple(ops), len(programs)))
+        update = [*chain.clip(job.layers, job.spec), chain.optimizer(job.layers, job.spec)]
+        programs.append(joined(chain.loading(steps, where), update))
     holds = tuple(range(len(job.layers)))
     memory = replica.memory | {"summed": summed(own, samples)}
     played = tuple(Program(ops, holds, memory) for ops in programs)
-    return Plan(Mesh(("cp",), (ranks,)), played, tuple(roles), tuple(layer.name for layer in job.layers))
+    return Plan(Mesh(("cp",), (ranks,)), played, tuple(range(ranks)), tuple(layer.name for layer in job.layers))
 
 
 def _made(cut: Cut) -> dict[str, list[str]]:

@@ -1,5 +1,6 @@
 """A job under expert parallelism -> its plan: every block cut where its tokens travel to the experts and back."""
 
+from engine.graph.columns import joined
 from engine.job import Job
 from engine.model import chain
 from engine.model.shapes import Layer
@@ -52,12 +53,12 @@ def _program(job: Job, step: int, mesh: Mesh, rank: int) -> Program:
 
     ops = chain.microsteps(job, passes)
     clip = chain.clip(layers, job.spec, [("ep", 1)] if shared else [])  # the square of its experts' norm
-    ops += [*clip, chain.optimizer(layers, job.spec)]
+    ops = joined(ops, clip, [chain.optimizer(layers, job.spec)])
     memory = chain.standing_memory(layers, job.spec)
     memory["buckets"] = sum(bucket.bytes for bucket in whole)
     memory["buckets"] += sum(op.bytes for op in ops if op.kind == "all_reduce" and op.part.endswith(EXPERTS))
     shares = tuple(mine.param_bytes / layer.param_bytes for mine, layer in zip(layers, job.layers, strict=True))
-    return Program(tuple(ops), tuple(range(len(layers))), memory, shares=shares if shared else ())
+    return Program(ops, tuple(range(len(layers))), memory, shares=shares if shared else ())
 
 
 def _average(part: str, layer: Layer) -> Op:

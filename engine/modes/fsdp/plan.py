@@ -7,10 +7,10 @@ FSDP's BACKWARD_POST (`backward_prefetch` is False) asks for it behind the curre
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from engine.asking.frozen import trained
 from engine.cost.machine import shares_cores
+from engine.graph.columns import joined
 from engine.job import Job
 from engine.model import chain
 from engine.model.shapes import FP32, Layer
@@ -102,10 +102,10 @@ def sharded_programs(
 ) -> tuple[list[Program], list[int]]:
     """Its programs, and which each coordinate on fsdp runs. `tokens`: in words those that are loaded, if not all."""
     held = dict(enumerate(layers))
-    steps = [replace(op, part=tokens) if op.kind == "load" else op for op in chain.microsteps(job, passes)]
+    steps = chain.loading(chain.microsteps(job, passes), tokens)
     waits = job.microsteps > 1 and not job.spec.sync_every_microstep
     whole = sum(gradient_bytes(job, layer) for layer in trained(held.values())) if waits else 0
-    return sharing(job, mesh, held, lambda update: (*steps, *update), {"gathered": gathered}, least=whole)
+    return sharing(job, mesh, held, lambda update: joined(steps, update), {"gathered": gathered}, least=whole)
 
 
 def sharing(

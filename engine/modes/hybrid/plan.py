@@ -5,10 +5,10 @@ over dp and cp; or, in a pipeline, dealt out to stages first.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
+from engine.graph.columns import joined
 from engine.job import Job
 from engine.model import chain
 from engine.model.presets import family
@@ -83,11 +83,11 @@ def _whole(job: Job, mesh: Mesh, seat: Seat) -> tuple[list[Program], list[int]]:
         gathered = 0 if job.spec.master_weights and mesh.degree("fsdp") == 1 else each[0][1]
         return sharded_programs(job, mesh, layers, passes, gathered=gathered, tokens=tokens)
     steps = chain.microsteps(job, lambda k, synced: _alone(units[k % len(units)]))
-    steps = [replace(op, part=tokens) if op.kind == "load" else op for op in steps]
+    steps = chain.loading(steps, tokens)
     sums = [op for unit in units[0] for op in unit.sums]
     whole = sum(gradient_bytes(job, layer) for layer in layers)
     known = {"memory": {"gathered": 0}, "least": whole}
-    return sharing(job, mesh, dict(enumerate(layers)), lambda update: (*steps, *sums, *update), **known)
+    return sharing(job, mesh, dict(enumerate(layers)), lambda update: joined(steps, sums, update), **known)
 
 
 def _alone(units: Sequence[chain.Unit]) -> list[Op]:

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from engine.graph.columns import joined
 from engine.job import Job
 from engine.model import chain
 from engine.model.shapes import Layer, num_experts
@@ -57,18 +58,18 @@ def assemble(job: Job, forward: Way, backward: Way, *, sequences: bool) -> Plan:
     after = [op for layer in layers for op in gradient_sums(layer, sequences=sequences)]
     cut = units(job, layers, job.micro_batch, forward, backward)
     passes = [op for unit in cut for op in unit.forward] + [op for unit in reversed(cut) for op in unit.backward]
-    ops = chain.microsteps(job, lambda k, synced: passes)
+    steps = chain.microsteps(job, lambda k, synced: passes)
     cut = styles(job)
     laid_out = len(after) + sum(
         f"{layer.name}.{n}".rpartition(".")[0] in cut for layer in layers for n, _ in layer.params
     )
     clip = chain.clip(layers, job.spec, [("tp", laid_out)] if ranks > 1 else [])
-    ops += [*(after if ranks > 1 else []), *clip, chain.optimizer(layers, job.spec)]
+    ops = joined(steps, after if ranks > 1 else [], clip, [chain.optimizer(layers, job.spec)])
     shares = tuple(mine.param_bytes / layer.param_bytes for mine, layer in zip(layers, job.layers, strict=True))
     memory = chain.standing_memory(layers, job.spec)
     if not job.spec.master_weights:
         memory["gradients"] = sum(gradient_bytes(job, layer) for layer in layers)
-    program = Program(tuple(ops), tuple(range(len(layers))), memory, shares=shares if job.degree("tp") > 1 else ())
+    program = Program(ops, tuple(range(len(layers))), memory, shares=shares if job.degree("tp") > 1 else ())
     return Plan(Mesh(("tp",), (ranks,)), (program,), (0,) * ranks, tuple(layer.name for layer in layers))
 
 
