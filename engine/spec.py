@@ -121,7 +121,7 @@ class Spec:
     )
     share_optimizer: bool | None = _setting(None, "replicas share the optimizer's state, as in ZeRO-1 (planned models)")
     dropout: bool | None = _setting(None, "dropout, of which a mask is kept for backward (planned models)")
-    fused_loss: bool | None = _setting(None, "the loss is one kernel; no: one for each operation (planned models)")
+    fused_loss: bool | None = _setting(None, "the loss is one kernel, and keeps no copy of the logits (planned models)")
     scatter_gather: bool | None = _setting(
         None,
         "beside tp, each rank sends its part of a message between stages, which is gathered there, as in Megatron-LM "

@@ -95,6 +95,7 @@ class Machine:
     switch: float = 0.0  # of a link's rate, what all-reduces reach whose sums switches make; 0: they do not
     call_overhead: float = 0.0  # seconds of a collective or a message beside its rounds and bytes
     copies_tokens: bool = False  # tokens of tensor ranks are copied once gathered and before they are scattered
+    stepwise_loss: bool = False  # each operation of a loss is a kernel, as in Megatron-LM
     fills: bool = False  # what a kernel writes is filled before, as PyTorch does where it has to be deterministic
     unfused: float = 1.0  # how often what kernels besides products move is moved where each operation is a kernel
     load_rate: float = math.inf  # bytes a second at which a device gets its samples from its host

@@ -32,6 +32,7 @@ class Kernel(NamedTuple):
     of_weight: bool = False  # makes a weight's gradient
     bytes: float = 0
     backward: float = 0
+    stepwise: float = 0  # bytes more where each operation of a loss is a kernel of its own
     wide: bool = False  # a product that stays in 16 bits where others are in 8
 
     @property
@@ -42,6 +43,7 @@ class Kernel(NamedTuple):
 
 
 Kernels = tuple[Kernel, ...]
+MOVED = ("bytes", "backward", "stepwise")
 
 
 # Bytes in which a number becomes 8 bits wide: read in 16, and written as it is and transposed, since Hopper's tensor
@@ -68,7 +70,7 @@ def memory(forward: float, backward: float) -> Kernel:
 
 def _times(kernel: Kernel, samples: int) -> Kernel:
     if kernel.kind == MEMORY:
-        return kernel._replace(bytes=kernel.bytes * samples, backward=kernel.backward * samples)
+        return kernel._replace(**{name: getattr(kernel, name) * samples for name in MOVED})
     if kernel.kind == MATMUL and kernel.weight:
         cast = {"bytes": kernel.bytes * samples, "backward": kernel.backward * samples}
         return kernel._replace(m=kernel.m * samples, **cast)
@@ -78,7 +80,7 @@ def _times(kernel: Kernel, samples: int) -> Kernel:
 def of_part(kernels: Kernels, parts: int) -> Kernels:
     """Of a layer that does as much for each token: those of one of so many equal parts of a sample."""
     return tuple(
-        kernel._replace(m=kernel.m // parts, bytes=kernel.bytes / parts, backward=kernel.backward / parts)
+        kernel._replace(m=kernel.m // parts, **{name: getattr(kernel, name) / parts for name in MOVED})
         for kernel in kernels
     )
 
@@ -129,7 +131,7 @@ def input_gradient(kernels: Kernels, samples: int) -> Kernels:
 
 def _input_gradient(kernel: Kernel) -> Iterable[Kernel]:
     if kernel.kind == MEMORY:
-        yield kernel._replace(bytes=kernel.backward)
+        yield kernel._replace(bytes=kernel.backward, stepwise=0)
     elif kernel.kind == ATTENTION:
         yield kernel._replace(kind=ATTENTION_BACKWARD)
     else:

@@ -46,13 +46,16 @@ def kernels_seconds(kernels: Kernels, machine: Machine) -> float:
 
 @functools.lru_cache(maxsize=65_536)
 def kernel_seconds(kernel: Kernel, machine: Machine) -> float:
-    filled = machine.op_overhead + _written(kernel) / machine.memory_rate if machine.fills else 0.0
+    filled = (
+        machine.op_overhead + _written(kernel, machine.stepwise_loss) / machine.memory_rate if machine.fills else 0.0
+    )
     return machine.op_overhead + _working(kernel, machine) + filled
 
 
 def _working(kernel: Kernel, machine: Machine) -> float:
     if kernel.kind == MEMORY:
-        return machine.unfused * kernel.bytes / (ELEMENTWISE * machine.memory_rate)
+        moved = machine.unfused * kernel.bytes + (kernel.stepwise if machine.stepwise_loss else 0)
+        return moved / (ELEMENTWISE * machine.memory_rate)
     if kernel.kind == MATMUL:
         product = max(_product(kernel, machine), _traffic(kernel) / machine.memory_rate)
         return product + _cast(kernel, machine)
@@ -64,11 +67,11 @@ def _working(kernel: Kernel, machine: Machine) -> float:
     return max(work, traffic / machine.memory_rate)
 
 
-def _written(kernel: Kernel) -> float:
+def _written(kernel: Kernel, stepwise: bool) -> float:
     """Bytes of the tensors that a kernel makes: weights' gradients are added to what is there, and of what only moves
     bytes two are read for one that is written."""
     if kernel.kind == MEMORY:
-        return kernel.bytes / 3
+        return (kernel.bytes + (kernel.stepwise if stepwise else 0)) / 3
     if kernel.kind == MATMUL:
         return 0.0 if kernel.of_weight else kernel.item * kernel.batch * kernel.m * kernel.n
     return (1 if kernel.kind == ATTENTION else 3) * kernel.item * kernel.batch * kernel.m * kernel.k

@@ -34,7 +34,6 @@ class Decoder:
     flash: bool  # attention never writes its scores
     fused: bool  # norms keep what they are given, which is there already, and no copy of it
     dropout: bool  # behind attention and MLP, and of scores where these are written, with a mask of a byte each
-    stepwise: bool  # each operation of the loss is a kernel
     latent: Latent | None
 
     @classmethod
@@ -54,7 +53,6 @@ class Decoder:
             flash=spec.flash is not False,
             fused=bool(spec.master_weights),
             dropout=bool(spec.dropout),
-            stepwise=spec.fused_loss is False,
             latent=LATENT.get(spec.model),
         )
 
@@ -241,8 +239,10 @@ class Decoder:
         kept; backward reads those and writes gradients in fp32, and again as the logits were. Operation by operation
         (Megatron-LM, vocab_parallel_cross_entropy) largest and sum read them, and differences, exponentials and
         quotients each read and write them."""
-        logits, passes = self.context * vocabulary // ranks, 1 + 2 + 3 * 2 if self.stepwise else 4
-        return (kernels.memory((self.item + passes * FP32) * logits, (3 * FP32 + self.item) * logits),)
+        logits, passes = self.context * vocabulary // ranks, 4
+        more = (1 + 2 + 3 * 2 - passes) * FP32 * logits
+        one = kernels.memory((self.item + passes * FP32) * logits, (3 * FP32 + self.item) * logits)
+        return (one._replace(stepwise=more),)
 
 
 def attention_of(sizes: Decoder, queries: int, pairs: int, ranks: int = 1) -> Kernel:

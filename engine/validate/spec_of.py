@@ -90,7 +90,7 @@ def spec_of(case: Case) -> tuple[Spec, tuple[str, ...]]:
     inferred = ["software as of today: attention never writes its scores"] if stack == TODAY else []
     settings = _model(case) | _layout(case, inferred) | {"flash": stack.attention != SCORES, "master_weights": True}
     settings["dropout"] = True if stack.dropout and not case.gated else None  # Llama and its like have none
-    settings["fused_loss"] = True if FUSED_LOSS in case.row.notes else False if stack.stepwise_loss else None
+    settings["fused_loss"] = True if FUSED_LOSS in case.row.notes else None
     # The runtime of zero-bubble schedules issues messages as ops of their own, beside what it computes.
     settings["overlap"] = None if stack.overlaps or case.schedule in ZERO_BUBBLE else False
     if case.sequence_parallel and stack.tp_overlaps:
@@ -222,9 +222,14 @@ def machine_of(case: Case) -> Machine:
     )
     eager = case.gated and EAGER.search(f"{case.row.id} {case.row.notes}")
     switch = 0.0 if RINGS.search(case.row.notes) else found.switch
-    copies = stack.copies_tokens and not case.async_tp  # that sends parts to where they belong
-    fills = bool(DETERMINISTIC.search(case.row.notes))
-    return replace(found, unfused=UNFUSED if eager else 1.0, switch=switch, copies_tokens=copies, fills=fills)
+    return replace(
+        found,
+        unfused=UNFUSED if eager else 1.0,
+        switch=switch,
+        copies_tokens=stack.copies_tokens and not case.async_tp,  # that sends parts to where they belong
+        stepwise_loss=stack.stepwise_loss and FUSED_LOSS not in case.row.notes,
+        fills=bool(DETERMINISTIC.search(case.row.notes)),
+    )
 
 
 def machine_with(

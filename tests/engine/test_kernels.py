@@ -85,10 +85,16 @@ def test_what_a_deterministic_kernel_writes_is_filled_before():
 
 def test_operations_of_a_loss_each_go_over_the_logits():
     """Of a logit in two bytes: made four, which are read or written 4 times, or 9 where each operation is a kernel."""
-    for fused, passes in ((None, 4), (True, 4), (False, 9)):
-        spec = prepare(Spec(mode="single", devices=1, model="llama3_8b", context=1024, fused_loss=fused)).spec
-        (loss,) = Decoder.of(spec, 2).loss_kernels(128_256)
-        assert (loss.bytes, loss.backward) == (1024 * 128_256 * (2 + 4 * passes), 1024 * 128_256 * (3 * 4 + 2))
+    spec = prepare(Spec(mode="single", devices=1, model="llama3_8b", context=1024)).spec
+    once, twice = (kernels.forward(Decoder.of(spec, 2).loss_kernels(128_256), samples)[0] for samples in (1, 2))
+    assert (once.bytes, once.backward) == (1024 * 128_256 * (2 + 4 * 4), 1024 * 128_256 * (3 * 4 + 2))
+    h100 = machine("h100")
+    apart = replace(h100, stepwise_loss=True)
+    for loss, samples in ((once, 1), (twice, 2)):
+        more = kernel_seconds(loss, apart) - kernel_seconds(loss, h100)
+        assert more == pytest.approx(samples * 1024 * 128_256 * 5 * 4 / (ELEMENTWISE * h100.memory_rate))
+        (back,) = kernels.input_gradient((loss,), 1)
+        assert kernel_seconds(back, apart) == kernel_seconds(back, h100)
 
 
 def test_operands_are_cast_to_8_bits_but_those_that_a_norm_writes_so():

@@ -167,12 +167,11 @@ def test_rows_that_have_to_be_deterministic_fill_what_they_allocate():
 
 
 def test_the_loss_is_as_its_software_makes_it():
-    of = {name: settings(source={"repo": repo})["fused_loss"] for name, repo in (
-        ("Megatron-LM", "NVIDIA/Megatron-LM"), ("nanotron", "huggingface/nanotron"),
-        ("NeMo", "NVIDIA/dgxc-benchmarking"), ("TorchTitan", "pytorch/torchtitan"),
-    )}  # fmt: skip
-    assert of == {"Megatron-LM": False, "nanotron": False, "NeMo": None, "TorchTitan": None}
-    assert settings(source={"repo": "NVIDIA/Megatron-LM"}, notes="cross-entropy fusion on")["fused_loss"] is True
+    of = {"NVIDIA/Megatron-LM": True, "huggingface/nanotron": True, "NVIDIA/dgxc-benchmarking": False}
+    of |= {"pytorch/torchtitan": False}
+    assert {repo: machine_of(case(source={"repo": repo})).stepwise_loss for repo in of} == of
+    fused = {"source": {"repo": "NVIDIA/Megatron-LM"}, "notes": "cross-entropy fusion on"}
+    assert not machine_of(case(**fused)).stepwise_loss and settings(**fused)["fused_loss"]
 
 
 def test_a_row_that_asks_for_rings_has_no_sums_in_switches():
