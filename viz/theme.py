@@ -66,9 +66,9 @@ OF_GENERATION = {"v": "volta", "a": "ampere", "h": "hopper", "b": "blackwell", "
 
 SAME = {"load": "batch"}  # loading looks like what it loads
 
-# Layers of the model, by the stage that holds them: soft, so that a glow is seen on top. Used in turn.
-STAGES = ("#8DB3D9", "#B9A7DC", "#85C9B6", "#DDB48A", "#D9A0B8", "#A9B8C6")
-
+# Layers of the model, by the stage that holds them: soft, so that a glow is seen on top, and from blue to violet, since
+# green, orange and pink are what moves and what is computed. Used in turn.
+STAGES = ("#8DB3D9", "#B9A7DC", "#9DB0C0", "#9BA4DE", "#CBB7D6", "#7FA9BD")
 FROZEN = "#C3CCD6"  # and hatched: layers that are not trained
 
 # Stand-ins for colours that the viewer's theme has: readable on white and on black as they are, and replaced by the

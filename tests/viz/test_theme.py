@@ -1,5 +1,6 @@
 """Colours: every op has one, it can be read on, and told apart."""
 
+import colorsys
 import itertools
 
 import pytest
@@ -48,6 +49,18 @@ def test_a_load_looks_like_what_it_loads():
 def test_no_two_looks_share_a_colour():
     colours = [look.colour for look in (*theme.LOOKS.values(), *theme.WAITS.values())]
     assert len(set(colours)) == len(colours)
+
+
+def hue(colour: str) -> float:
+    """In degrees."""
+    return 360 * colorsys.rgb_to_hsv(*(int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)))[0]
+
+
+@pytest.mark.parametrize("look", ["backward", "optimizer", "activation", "gradient", "weights", "tokens"])
+def test_layers_at_rest_are_not_taken_for_what_moves(look):
+    apart = [abs((hue(stage) - hue(theme.LOOKS[look].colour) + 180) % 360 - 180) for stage in theme.STAGES]
+    assert min(apart) > 30
+    assert len(set(theme.STAGES)) == len(theme.STAGES)
 
 
 def test_every_cause_of_idle_time_has_a_colour():
