@@ -211,11 +211,12 @@ class Measuring:
             elif what == "links":
                 made = curves(one.ranks, ranks=one.part.processes)
                 measured |= {on + key: curve for key, curve in made.items()}
-        together, crowded = speeds(by_name["together"].ranks, num_cores())
         trained = [one for one in found if one.part.asked["what"] == "trainings"]
+        probe = probes(by_name["together"].ranks, trained)
+        together, crowded = speeds(by_name["together"].ranks, num_cores(), fmean(probe["1"]))
         calibration = Calibration(
             identity=this_machine(), made=began, seconds=0.0, together=together, crowded=crowded, uneven=0.0,
-            probe=probes(by_name["together"].ranks, trained),
+            probe=probe,
             disturbed=sum(one.others * one.seconds for one in found) / sum(one.seconds for one in found),
             curves=measured, ops={}, rates=rates_of(measured),
         )  # fmt: skip
@@ -238,11 +239,11 @@ class Measuring:
         return replace(calibration, ops=ops, uneven=unevenness(arrived), seconds=time.time() - began)
 
 
-def speeds(found: Sequence[Mapping[str, float]], cores: int) -> tuple[float, float]:
+def speeds(found: Sequence[Mapping[str, float]], cores: int, alone: float) -> tuple[float, float]:
     """CPU seconds of a step of each process while some of them train -> how fast a core is while each has a process,
-    and while each has two, beside one that is alone."""
+    and while each has two, beside one that is `alone`, in the mean over all this."""
     each = [[rank[str(n)] for rank in found if str(n) in rank] for n in (cores, 2 * cores)]
-    busy, shared = (min(1.0, found[0]["1"] / fmean(steps)) for steps in each)
+    busy, shared = (min(1.0, alone / fmean(steps)) for steps in each)
     return busy, min(busy, shared)
 
 

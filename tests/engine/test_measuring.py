@@ -14,11 +14,11 @@ from engine.calibration.calibrate import Measured, Measuring, Part, curves, prob
 def test_a_core_is_as_fast_as_what_all_do_on_it():
     """Alone a step takes 9 s of a core, 10 and 11 while both are busy, 12 in the mean of four that take turns."""
     four = [{"1": 9.0, "2": 10.0, "4": 11.0}, {"2": 11.0, "4": 12.0}, {"4": 10.0}, {"4": 15.0}]
-    assert speeds(four, 2) == (pytest.approx(9 / 10.5), pytest.approx(0.75))
+    assert speeds(four, 2, 9.0) == (pytest.approx(9 / 10.5), pytest.approx(0.75))
     # Faster than alone, or crowded faster than each on its own, is noise.
     two = [{"1": 9.0, "2": 8.0, "4": 10.0}, {"2": 8.0, "4": 10.0}]
-    assert speeds(two, 2) == (1.0, 0.9)
-    assert speeds([{"1": 9.0, "2": 12.0, "4": 10.0}], 2) == (0.75, 0.75)
+    assert speeds(two, 2, 9.0) == (1.0, 0.9)
+    assert speeds([{"1": 9.0, "2": 12.0, "4": 10.0}], 2, 9.0) == (0.75, 0.75)
 
 
 def test_how_fast_a_machine_was_is_kept_each_time_that_it_was_measured():
