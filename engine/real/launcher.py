@@ -35,14 +35,17 @@ from engine.archive import no_place, process_start, read_error, read_json, read_
 from engine.asking.rules import SpecError
 from engine.modes import MODES
 from engine.real.cause import describe, find_error, is_consequence
+from engine.schedules import TABLE as SCHEDULES
 
 # Whatever the first step would otherwise import in every worker; without torch._dynamo alone it takes 2.5 s. And what
 # every run's end would: to write a parquet file, and to take numpy's unique.
 PRELOAD = (
     *("torch.distributed", "torch.distributed.pipelining", "torch.nn.parallel", "torch._dynamo"),
     *("torch.utils.serialization.config", "pyarrow.parquet", "numpy.ma"),
-    *(f"engine.modes.{mode}.run" for mode in MODES),
+    *(f"engine.modes.{mode}.{file}" for mode in MODES for file in ("run", "plan")),
+    *(f"engine.schedules.{shape.file}" for shape in SCHEDULES.values()),
 )
+SINCE_2_13 = "torch.profiler._cupti_monitor"  # which torch's marks look for
 
 TICK = 0.05  # seconds between looks for the file `stop` and for deadlines
 GRACE = 0.3  # from the first failure: time for its peers to say what they saw
@@ -335,6 +338,8 @@ def main() -> None:
     for module in () if options.no_preload else PRELOAD:
         importlib.import_module(module)
     if not options.no_preload:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(SINCE_2_13)
         # Kept by the module, so that workers find them made.
         datasets = importlib.import_module("engine.data.datasets")
         datasets.load("digits", kind="image")
