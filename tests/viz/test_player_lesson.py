@@ -60,6 +60,15 @@ class TestLesson:
         assert times[0] == 3 < times[1] < times[2]
         assert page.locator(".ls-pointed").count() == 0
 
+    def test_what_a_device_holds_is_outlined_and_not_covered(self, show):
+        """128 layers in boxes that are narrow: a cell of them is a few pixels wide."""
+        page = show(payload_of("pipeline", 16, model="mlp", layers=127, taught=True))
+        lines = page.locator(".ls-pointed").evaluate_all(
+            "(all) => all.map((n) => [n.getBBox().width, +getComputedStyle(n).strokeWidth.replace('px', '')])"
+        )
+        assert len(lines) >= 16 and min(width for width, _ in lines) < 6
+        assert all(0 < 2 * line < width for width, line in lines)
+
     def test_a_number_key_goes_to_a_step_and_what_plays_plays_on(self, show):
         page = show(payload_of(microbatches=8, taught=True))
         page.keyboard.press("4")

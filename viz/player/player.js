@@ -276,7 +276,10 @@ class Player {
     boxes.forEach(({ at: [x0, x1, y0, y1], cells, kept, updated, held, glow, layers }, b) => {
       const i = this.current(this.of[0][b], t), on = i < 0 ? 0 : Math.max(0, 1 - Math.max(0, t - spans.t1[i]) / fade);
       const active = i >= 0 && (t < spans.t1[i] || t === spans.t0[i]);
-      if (pointed === HELD) cells.forEach((cell, c) => held[c] && over("path", { d: rounded(px(kept[c][0]), px(kept[c][1]), py(cell[3]), py(cell[2]), 2), class: "ls-pointed" }));
+      if (pointed === HELD) cells.forEach((cell, c) => {
+        const [k0, k1] = kept[c].map(px);
+        if (held[c]) over("path", { d: rounded(k0, k1, py(cell[3]), py(cell[2]), 2), class: "ls-pointed", "stroke-width": Math.min(2.5, (k1 - k0) / 3) });
+      });
       const said = active ? i : this.talking(this.of[1][b], t);
       said < 0 ? idle.push(b) : doing.set(spans.words[said], [...(doing.get(spans.words[said]) ?? []), b]);
       if (!on) return;
