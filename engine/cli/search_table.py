@@ -98,9 +98,8 @@ def _counts(report: dict[str, Any]) -> str:
 def _nothing(report: dict[str, Any]) -> str:
     if not report["too_large"]:
         return "There is no layout."
-    smallest = (
-        f" The smallest of those that were planned needs {size(report['smallest'])}." if report["smallest"] else ""
-    )
+    least = report["smallest"]
+    smallest = f" The smallest of those that were looked at by themselves needs {size(least)} or more." if least else ""
     so_far = "" if report["finished"] else " so far"
     why = [f"in {number:,} {TOO_LARGE[name]}" for name, number in sorted(report["too_large"].items())]
     return f"None{so_far} fits into {size(report['capacity'])}: {', '.join(why)}.{smallest}"

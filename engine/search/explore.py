@@ -1,9 +1,10 @@
 """Settings that are given -> the fastest layouts that fit, one of each mesh: best first, with bounds.
 
 Layouts are looked at in the order of what they take at least (`engine.search.bounds`), and first in bunches: a mesh
-with pieces of one size, before the orders of its pipeline. What takes at least as long as the fastest of its own mesh,
-or of as many meshes as are wanted, is cut: it cannot change the answer (Land & Doig 1960, doi 10.2307/1910129); and so
-is what may be faster by 1 % at most. What is left is planned, and if it fits simulated.
+with pieces of one size, before the orders of its pipeline. When the turn of a single layout comes it is bounded once
+more, closer. What takes at least as long as the fastest of its own mesh, or of as many meshes as are wanted, is cut: it
+cannot change the answer (Land & Doig 1960, doi 10.2307/1910129); and so is what may be faster by 1 % at most. What is
+left is planned, and if it fits simulated.
 
 Every layout is in one count: refused, by the rule that it breaks; too large; cut; or simulated. A mesh that breaks a
 rule whatever else is chosen counts once.
@@ -88,7 +89,7 @@ class Search:
     refused: Counter[str] = field(default_factory=Counter)  # by rule
     refusals: dict[str, SpecError] = field(default_factory=dict)  # of each rule one
     too_large: Counter[str] = field(default_factory=Counter)  # by what is too much for the fullest rank
-    smallest: int | None = None  # bytes of the fullest rank, of what is too large least
+    smallest: int | None = None  # bytes that its fullest rank needs at least, of what is too large by itself
     fastest: dict[Mesh, Layout] = field(default_factory=dict)
     done: bool = False
 
@@ -127,8 +128,9 @@ class Search:
                 for part in self._parts(bunch):
                     heapq.heappush(queue, part)
             elif not bunch.outlined:
-                for one in self._that_fit(bunch, self._bounds.outlined(bunch.job, bunch.way)):
-                    heapq.heappush(queue, one._replace(outlined=True))
+                alone = bunch._replace(outlined=True)
+                for one in self._that_fit(alone, self._bounds.outlined(bunch.job, bunch.way)):
+                    heapq.heappush(queue, one)
             else:
                 self._try(bunch)
             yield
@@ -144,9 +146,11 @@ class Search:
         self.refused[error.code] += number
         self.refusals.setdefault(error.code, error)
 
-    def _leave_out(self, stays: int, number: int = 1) -> None:
-        """Of what is too large: is what a rank holds the whole step long so by itself?"""
+    def _leave_out(self, stays: int, number: int = 1, *, alone: int | None = None) -> None:
+        """Of what is too large: is what a rank holds the whole step long so by itself? `alone`: bytes of one layout."""
         self.too_large[MODEL if stays > self.machine.memory_size else ACTIVATIONS] += number
+        if alone is not None:
+            self.smallest = alone if self.smallest is None else min(self.smallest, alone)
 
     def _on_mesh(self, settings: Settings) -> list[Bunch]:
         """The layouts of a mesh, in one bunch; none where it is refused, or cannot hold its model."""
@@ -195,7 +199,7 @@ class Search:
         if bunch.more and not bunch.pieces:  # they keep less
             yield from self._again(bunch)
             bunch = bunch._replace(more=())
-        self._leave_out(bound.stays, bunch.size)
+        self._leave_out(bound.stays, bunch.size, alone=bound.bytes if bunch.size == 1 else None)
 
     def _again(self, bunch: Bunch) -> Iterator[Bunch]:
         """The same with more that is computed again."""
@@ -247,8 +251,7 @@ class Search:
         peak, held = max(((sum(held.values()), held) for held in each), key=lambda one: one[0], default=(0, {}))
         if self.machine.memory_size is None or peak <= self.machine.memory_size:
             return False
-        self._leave_out(peak - held["activations"])
-        self.smallest = peak if self.smallest is None else min(self.smallest, peak)
+        self._leave_out(peak - held["activations"], alone=peak)
         return True
 
     def _try(self, bunch: Bunch) -> None:

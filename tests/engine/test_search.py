@@ -273,6 +273,9 @@ def test_into_too_little_memory_nothing_fits_and_it_is_said_what_takes_it():
     found = report(looked(SMALL.with_(fsdp=8), GIVEN | {*AXES}, on=room))
     assert not found["best"] and found["too_large"]["activations"] > 0
     assert "activations are too large" in search_table.found(found)
+    # And no less than the one that needs least, which computes everything again for a sample at a time.
+    least = max(predict(SMALL.with_(fsdp=8, recompute="full", accumulate=2)).simulation.peak_memory)
+    assert stays < found["smallest"] <= least and "or more" in search_table.found(found)
 
 
 def test_of_a_pipeline_without_communication_stages_in_halves_have_the_least_bubble():
