@@ -30,6 +30,15 @@ def test_how_fast_a_machine_was_is_kept_each_time_that_it_was_measured():
     assert probes(four, [part(1, {"step_seconds": [1.5]}), shared]) == {"1": (1.0, 1.5), "2": (2.0, 2.5, 3.0, 3.5, 3.0)}
 
 
+def test_the_first_steps_of_a_probe_do_not_count(monkeypatch):
+    """They touch memory for the first time; in no time at all one step more is taken."""
+    from engine.real.speed import WARM, Probe
+
+    took = iter([9.0] * WARM + [1.0])
+    monkeypatch.setattr(Probe, "step", lambda self: next(took))
+    assert Probe.__new__(Probe).step_seconds(0.0) == 1.0 and not [*took]
+
+
 def parts_of(gpus: int, monkeypatch) -> list[Part]:
     monkeypatch.setattr(calibrate, "count_gpus", lambda: gpus)
     return [part for part in Measuring()._parts(2, [1, 2]) if part.asked["device"] == "cuda"]
