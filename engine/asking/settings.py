@@ -103,11 +103,6 @@ REASONS = {
 # Values that a model that runs does not take, and why.
 MODEL_REASONS = {
     ("moe", "compile_stage", "torchscript"): "a trace keeps the numbers of tokens that experts got in its example",
-    (
-        "moe",
-        "compile_stage",
-        "torch_compile",
-    ): "it would be compiled anew for each number of tokens that an expert gets",
 }
 # Why a stage that is compiled is not computed again.
 COMPILE_REASONS = {

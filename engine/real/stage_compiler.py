@@ -11,7 +11,7 @@ import warnings
 import torch
 from torch import nn
 
-from engine.real.models import Chain
+from engine.real.models import Chain, MixtureBlock
 
 
 def compiled(chain: Chain, example: torch.Tensor, how: str) -> nn.Module:
@@ -35,7 +35,10 @@ def _compiled(chain: Chain, example: torch.Tensor) -> nn.Module:
     from torch._inductor import config
 
     config.compile_threads = 1  # no process pool: a worker is forked, and ends without clearing up
-    module = torch.compile(chain, dynamic=False)
+    # A graph ends where an expert's tokens are counted, and the next ones take any number of them; of samples there is
+    # but one number, and for that all else is compiled.
+    mixes = any(isinstance(layer, MixtureBlock) for layer in chain.children())
+    module = torch.compile(chain, dynamic=mixes)
     leaf = example.detach().requires_grad_(example.requires_grad)
     output = module(leaf)
     torch.autograd.grad(output, [p for p in (leaf, *chain.parameters()) if p.requires_grad], torch.zeros_like(output))
