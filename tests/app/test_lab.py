@@ -239,6 +239,13 @@ def test_of_a_link_that_does_not_work_the_nearest_that_does_is_shown(lab: Lab, l
     assert numbers(app) == numbers(lab(instead))
 
 
+def test_beside_settings_that_do_not_work_a_choice_has_a_name(lab: Lab):
+    assert lab("mode=sequence").selectbox("set-dataset").placeholder == "Text"
+    app = lab("devices=8")
+    app.radio("set-mode").set_value("pipeline").run()
+    assert app.selectbox("set-schedule").placeholder == "none"
+
+
 def test_a_suggested_value_is_one_click_away(lab: Lab):
     app = lab("mode=pipeline&microbatches=5")
     labels = [button.label.replace("\\", "") for button in app.sidebar.button]

@@ -224,7 +224,7 @@ def _show_choice(name: str, asked: Asked, job: Job, text: Catalogue) -> None:
         format_func=lambda value: text.name("machine" if name == "paced" else name, value) or text("settings.none"),
         key=key,
         help=help_of(text.language, name),
-        placeholder=text.name(name, str(wanted)),
+        placeholder=text.name(name, str(wanted)) or text("settings.none"),
         filter_mode=None,
         on_change=act(_take, name),
     )
