@@ -37,7 +37,7 @@ class Event(NamedTuple):
     bytes: int
     inside: tuple[str, ...] = ()  # PyTorch's own marks around its start, outermost first
     whole: bool = False  # its numbers are whole ones of four bytes
-    took: tuple[int, int] = (0, 0)  # start and end where it was carried out: on a GPU later than it was called (ns)
+    took: tuple[int, int] | None = None  # start and end of its kernel, on a GPU (ns)
 
 
 def communications(seen: list, *, on_device: bool = False) -> list[Event]:
@@ -56,7 +56,7 @@ def communications(seen: list, *, on_device: bool = False) -> list[Event]:
             continue
         marks = [mark for mark in marks if mark[0] >= start]
         inside = tuple(name for _, name in marks)
-        took = device.get(one.correlation_id(), (start, end)) if device else (start, end)
+        took = device.get(one.correlation_id()) if device else None
         kind = KINDS.get(kind, kind.partition(" ")[0])
         found.append(Event(kind, start, end, _bytes(one), inside, whole="int" in one.dtypes(), took=took))
     return found

@@ -315,7 +315,7 @@ class Recorder:
             issued = {kind: messages[step, kind] for kind in ("send", "recv")}
             called, expected = [*calls[step]], listed[step]
             for event in events[bisect_left(starts, begin) : bisect_right(starts, end)]:
-                where = (step, *event.took)
+                where = (step, *(event.took or (event.start, event.end)))
                 if event.kind in issued or event.kind == COALESCED:
                     for op, size in _issued(issued, event):
                         key = (_or_none(op.stage), _or_none(op.microbatch), op.part, op.payload)
