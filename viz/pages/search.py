@@ -93,6 +93,9 @@ def show(lab: st.Page) -> None:
     _show_button(wanted, begun, looking, text)
     if looking is None:
         return
+    if begun != wanted:
+        named = {name: text.name(name, value) for name, value in begun if name in ("model", "machine")}
+        st.info(text("search.of", **dict(begun) | named), icon=":material/history:")
     if not looking.ended:
         _show_going_on(looking, text)
     elif looking.error is not None:
@@ -134,12 +137,13 @@ def _show_button(wanted: Wanted, begun: Wanted | None, looking: Looking | None, 
     else:
         st.button(
             text("search.start"), key="search-start", type="primary", icon=":material/search:", on_click=_start,
-            args=(wanted,),
         )  # fmt: skip
 
 
-def _start(wanted: Wanted) -> None:
-    """What was stopped is looked for anew; one search a visitor."""
+def _start() -> None:
+    """What was stopped is looked for anew; one search a visitor. A typed value comes with the click after it, so
+    what is wanted is what the fields hold now, and not what they held when the button was drawn."""
+    wanted = tuple((name, st.session_state[f"search-{name}"]) for name in FIRST)
     begun = st.session_state.get("search-begun")
     if begun is not None and begun != wanted:
         _looking(begun).stopped = True
