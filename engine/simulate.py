@@ -16,7 +16,7 @@ from engine.cost.contention import CHANNELS, slowed
 from engine.cost.held import OverTime, memory_of, over_time
 from engine.cost.local import local_leads, local_seconds
 from engine.cost.machine import Machine
-from engine.cost.sharing import Cores, share
+from engine.cost.sharing import Cores, Work, share
 from engine.graph.columns import Ops
 from engine.graph.matching import Graph, match
 from engine.graph.scheduler import acts_of, lanes_of, schedule
@@ -116,14 +116,25 @@ def on_shared_cores(graph: Graph, seconds: np.ndarray, machine: Machine) -> tupl
         degree = np.array([graph.plan.mesh.degree(op.axis) for op in graph.templates])[graph.which]
         np.add.at(groups, graph.meets[called], (together / degree)[called])
         together[called] = groups[graph.meets[called]]
-    columns = (seconds, alone * together, alone, acts_of(graph), lanes_of(graph), graph.meets)
-    leads: Sequence[float] = ()
+    leads: list[float] = []
     if machine.local:
         crowding = machine.crowding(graph.plan.world_size)
         leads = (crowding * np.array(local_leads(graph, machine.local)))[graph.which].tolist()
-    cores = Cores(machine.cores, machine.together)
-    each = (graph.waits, graph.first, leads, ranks.tolist(), machine.uneven, _met(graph))
-    return share(cores, *(c.tolist() for c in columns), *each)
+    work = Work(
+        seconds=seconds.tolist(),
+        asks=(alone * together).tolist(),
+        alone=alone.tolist(),
+        acts=acts_of(graph).tolist(),
+        lanes=lanes_of(graph).tolist(),
+        meets=graph.meets.tolist(),
+        waits=graph.waits,
+        first=graph.first,
+        leads=leads,
+        players=ranks.tolist(),
+        uneven=machine.uneven,
+        members=_met(graph),
+    )
+    return share(Cores(machine.cores, machine.together), work)
 
 
 def _met(graph: Graph) -> list[int]:

@@ -75,124 +75,157 @@ def last_of(num: int) -> float:
     return NormalDist().inv_cdf((num - 0.375) / (num + 0.25)) if num > 1 else 0.0
 
 
-def share(
-    cores: Cores,
-    seconds: Sequence[float],
-    asks: Sequence[float],
-    alone: Sequence[float],
-    acts: Sequence[int],
-    lanes: Sequence[int],
-    meets: Sequence[int],
-    waits: dict[int, list[int]],
-    first: Sequence[int],
-    leads: Sequence[float] = (),
-    players: Sequence[int] = (),
-    uneven: float = 0.0,
-    members: Sequence[int] = (),
-) -> tuple[np.ndarray, np.ndarray]:
-    """Start and end of every node of a plan that does not deadlock; members of a collective share those of its call.
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A plan that does not deadlock, one entry a node, in program order, role after role.
 
-    One entry a node, in program order, role after role; `first` are the roles' first nodes, and their number. `asks`:
-    cores that all who do this at once ask for; `alone`: those that one asks for. `leads`: seconds that a rank computes
-    before it does this, on one core, which are no part of it; `players`: ranks of each role. `acts`,
-    `lanes`, `meets` and `waits` are those of `engine.simulate.schedule`, whose rules these are.
-
-    Ranks that do the same are not done with it at the same moment: `uneven` is the variance, in seconds, that a second
-    of it adds. A call of `members` ranks begins when the last of them has made it (Kruskal and Weiss 1985, doi
-    10.1109/TSE.1985.231547, for tasks on processors), and so does a message between ranks of one role arrive.
+    `seconds`: of each, were it alone. `asks`: cores that all who do this at once ask for; `alone`: those that one asks
+    for. `acts`, `lanes`, `meets`, `waits` and `first` (the roles' first nodes, and their number) are those of
+    `engine.graph.scheduler.schedule`, whose rules these are. `leads`: seconds that a rank computes before it does this,
+    on one core, which are no part of it; `players`: ranks of each role. `uneven`: the variance, in seconds, that a second
+    of computing adds to when a rank is done; `members`: of how many ranks the last decides when this begins.
     """
-    nodes = len(seconds)
-    led = [not lead for lead in leads] or [True] * nodes
-    missing = [0] * nodes  # members that have not made a call yet
-    for node in range(nodes):
-        if acts[node] in (CALL, SYNC_CALL):
-            missing[meets[node]] += 1
-    start, end = np.zeros(nodes), np.full(nodes, np.inf)
-    ended, issued = [False] * nodes, [False] * nodes
-    queues: dict[int, deque[int]] = {}  # of each lane, what has begun and what waits for it
-    woken: dict[int, list[int]] = {}  # roles that wait for the end of a node
-    at, last = list(first[:-1]), list(first[1:])
-    role_of = np.repeat(np.arange(len(at)), np.diff(first)).tolist()
-    since = [0.0] * len(at)  # seconds for which each role has computed since it last waited for others
 
-    def begin(node: int) -> None:
-        start[node] = cores.now
-        cores.begin(node, seconds[node], asks[node], alone[node])
+    seconds: Sequence[float]
+    asks: Sequence[float]
+    alone: Sequence[float]
+    acts: Sequence[int]
+    lanes: Sequence[int]
+    meets: Sequence[int]
+    waits: dict[int, list[int]]
+    first: Sequence[int]
+    leads: Sequence[float]
+    players: Sequence[int]
+    uneven: float
+    members: Sequence[int]
 
-    def queue(node: int) -> None:
-        line = queues.setdefault(lanes[node], deque())
-        line.append(node)
-        if len(line) == 1:
-            begin(node)
 
-    def begins_late(node: int, role: int) -> None:
-        """Once the last has come of those who do this: they have computed for as long as this role."""
-        late = last_of(members[node]) * math.sqrt(uneven * since[role]) if uneven else 0.0
-        if late:
-            cores.begin(2 * nodes + node, late, 0.0, 0.0)
-        else:
-            queue(node)
+def share(cores: Cores, work: Work) -> tuple[np.ndarray, np.ndarray]:
+    """Start and end of every node; members of a collective share those of its call."""
+    sharing = _Sharing(cores, work)
+    sharing.run()
+    meets = np.asarray(work.meets)
+    shared = np.where(meets < 0, np.arange(len(meets)), meets)
+    return sharing.start[shared], sharing.end[shared]
 
-    def pending(node: int, act: int) -> int | None:
-        """What has not ended of that for which the role waits at this node."""
-        if act in (RECV, SYNC_CALL):
-            return None if ended[meets[node]] else meets[node]
-        if act == SYNC_SEND:
-            return None if ended[node] else node
-        if act == AWAIT:
-            wanted = (meets[n] if meets[n] >= 0 else n for n in waits[node])
-            return next((n for n in wanted if not ended[n]), None)
-        return None
 
-    def go_on(role: int) -> None:
+class _Sharing:
+    """What has begun and ended, who waits for what, and how far each role is in its program.
+
+    `cores` runs three things for a node: the op by the node's number; what leads to it, `nodes` later; and the wait for
+    the last of those who do it, `2 * nodes` later.
+    """
+
+    def __init__(self, cores: Cores, work: Work) -> None:
+        self.cores, self.work = cores, work
+        self.nodes = nodes = len(work.seconds)
+        self.start, self.end = np.zeros(nodes), np.full(nodes, np.inf)
+        self.ended, self.issued = [False] * nodes, [False] * nodes
+        self.led = [not lead for lead in work.leads] or [True] * nodes
+        self.missing = [0] * nodes  # members that have not made a call yet
+        for node, act in enumerate(work.acts):
+            if act in (CALL, SYNC_CALL):
+                self.missing[work.meets[node]] += 1
+        self.queues: dict[int, deque[int]] = {}  # of each lane, what has begun and what waits for it
+        self.woken: dict[int, list[int]] = {}  # roles that wait for the end of a node
+        self.at, self.last = list(work.first[:-1]), list(work.first[1:])
+        self.role_of = np.repeat(np.arange(len(self.at)), np.diff(work.first)).tolist()
+        self.since = [0.0] * len(self.at)  # seconds for which each role has computed since it last waited for others
+
+    def run(self) -> None:
+        for role in range(len(self.at)):
+            self._go_on(role)
+        while (ended := self.cores.end_next()) is not None:
+            phase, node = divmod(ended, self.nodes)
+            if phase == 2:
+                self._queue(node)
+            elif phase == 1:
+                self._go_on(self.role_of[node])
+            else:
+                self._end(node)
+
+    def _go_on(self, role: int) -> None:
         """To the role's next op that computes, or that has to be waited for."""
-        while at[role] < last[role]:
-            node = at[role]
-            act = acts[node]
-            if not led[node] and (act in CALLED or pending(node, act) is None):
-                led[node] = True
-                cores.begin(nodes + node, leads[node], players[role], 1.0)
-                since[role] += leads[node]
+        work = self.work
+        while self.at[role] < self.last[role]:
+            node = self.at[role]
+            act = work.acts[node]
+            if not self.led[node] and (act in CALLED or self._pending(node, act) is None):
+                self.led[node] = True
+                self.cores.begin(self.nodes + node, work.leads[node], work.players[role], 1.0)
+                self.since[role] += work.leads[node]
                 return
-            if act in (SEND, SYNC_SEND) and not issued[node]:
-                issued[node] = True
-                begins_late(node, role)
-            elif act in (CALL, SYNC_CALL) and not issued[node]:
-                issued[node] = True
-                missing[meets[node]] -= 1
-                if not missing[meets[node]]:
-                    begins_late(meets[node], role)
-            if act != RUN and (need := pending(node, act)) is not None:
-                woken.setdefault(need, []).append(role)
+            if act in CALLED and not self.issued[node]:
+                self._issue(node, act, role)
+            if act != RUN and (need := self._pending(node, act)) is not None:
+                self.woken.setdefault(need, []).append(role)
                 return
             if act in (SYNC_CALL, AWAIT):
-                since[role] = 0.0
+                self.since[role] = 0.0
             if act in (RUN, AWAIT):
-                since[role] += seconds[node]
-                begin(node)
+                self.since[role] += work.seconds[node]
+                self._begin(node)
                 return
-            at[role] += 1
+            self.at[role] += 1
 
-    for role in range(len(at)):
-        go_on(role)
-    while (node := cores.end_next()) is not None:
-        if node >= 2 * nodes:
-            queue(node - 2 * nodes)
-            continue
-        if node >= nodes:  # what came before it
-            go_on(role_of[node - nodes])
-            continue
-        end[node], ended[node] = cores.now, True
-        if acts[node] in (RUN, AWAIT):
-            role = role_of[node]
-            at[role] += 1
-            go_on(role)
-            continue
-        line = queues[lanes[node]]
+    def _pending(self, node: int, act: int) -> int | None:
+        """What has not ended of that for which the role waits at this node."""
+        meets = self.work.meets
+        if act in (RECV, SYNC_CALL):
+            return None if self.ended[meets[node]] else meets[node]
+        if act == SYNC_SEND:
+            return None if self.ended[node] else node
+        if act == AWAIT:
+            wanted = (meets[n] if meets[n] >= 0 else n for n in self.work.waits[node])
+            return next((n for n in wanted if not self.ended[n]), None)
+        return None
+
+    def _issue(self, node: int, act: int, role: int) -> None:
+        """A send by itself, a call once its last member has made it."""
+        self.issued[node] = True
+        if act in (SEND, SYNC_SEND):
+            self._begin_late(node, role)
+            return
+        call = self.work.meets[node]
+        self.missing[call] -= 1
+        if not self.missing[call]:
+            self._begin_late(call, role)
+
+    def _begin_late(self, node: int, role: int) -> None:
+        """Once the last has come of those who do this, who have computed for as long as this role.
+
+        Ranks that do the same are not done with it at the same moment. A call of several ranks begins when the last of
+        them has made it (Kruskal and Weiss 1985, doi 10.1109/TSE.1985.231547, for tasks on processors), and so does a
+        message between ranks of one role arrive.
+        """
+        uneven = self.work.uneven
+        late = last_of(self.work.members[node]) * math.sqrt(uneven * self.since[role]) if uneven else 0.0
+        if late:
+            self.cores.begin(2 * self.nodes + node, late, 0.0, 0.0)
+        else:
+            self._queue(node)
+
+    def _queue(self, node: int) -> None:
+        """Behind what its lane has begun before."""
+        line = self.queues.setdefault(self.work.lanes[node], deque())
+        line.append(node)
+        if len(line) == 1:
+            self._begin(node)
+
+    def _begin(self, node: int) -> None:
+        self.start[node] = self.cores.now
+        self.cores.begin(node, self.work.seconds[node], self.work.asks[node], self.work.alone[node])
+
+    def _end(self, node: int) -> None:
+        self.end[node], self.ended[node] = self.cores.now, True
+        if self.work.acts[node] in (RUN, AWAIT):
+            role = self.role_of[node]
+            self.at[role] += 1
+            self._go_on(role)
+            return
+        line = self.queues[self.work.lanes[node]]
         line.popleft()
         if line:
-            begin(line[0])
-        for role in woken.pop(node, ()):
-            go_on(role)
-    shared = np.where(np.asarray(meets) < 0, np.arange(nodes), meets)
-    return start[shared], end[shared]
+            self._begin(line[0])
+        for role in self.woken.pop(node, ()):
+            self._go_on(role)
