@@ -82,8 +82,8 @@ class Work:
     `seconds`: of each, were it alone. `asks`: cores that all who do this at once ask for; `alone`: those that one asks
     for. `acts`, `lanes`, `meets`, `waits` and `first` (the roles' first nodes, and their number) are those of
     `engine.graph.scheduler.schedule`, whose rules these are. `leads`: seconds that a rank computes before it does this,
-    on one core, which are no part of it; `players`: ranks of each role. `uneven`: the variance, in seconds, that a second
-    of computing adds to when a rank is done; `members`: of how many ranks the last decides when this begins.
+    on one core, which are no part of it; `players`: ranks of each role. `uneven`: the variance, in seconds, that a
+    second of computing adds to when a rank is done; `members`: of how many ranks the last decides when this begins.
     """
 
     seconds: Sequence[float]
