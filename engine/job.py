@@ -15,12 +15,7 @@ from pathlib import Path
 
 from engine import checkpoints, schedules
 from engine.asking import branches, frozen, slow
-from engine.asking.checks import (
-    check_batch,
-    check_compression,
-    check_fault,
-    check_mode,
-)
+from engine.asking.checks import check_batch, check_compression, check_fault, check_mode
 from engine.asking.faults import parse_fault
 from engine.asking.meshes import fill_degrees, splits, told
 from engine.asking.pipeline_checks import check_rendezvous, pipelines
@@ -41,6 +36,7 @@ from engine.asking.settings import (
     TENSOR_MODES,
     TOKEN_MODELS,
     TORCH_FLOOR,
+    default_model,
     degree,
     expert_axis,
     planned_only,
@@ -211,6 +207,7 @@ def _with_splits(error: SpecError, spec: Spec) -> SpecError:
 
 
 def _prepare(spec: Spec) -> Job:
+    spec = spec.with_(model=spec.model or default_model(spec.mode))
     _check_applies(spec)
     defaults = {k: v for k, v in MODEL_DEFAULTS[spec.model].items() if getattr(spec, k) is None}
     defaults |= {k: v for k, v in MODE_SETTINGS[spec.mode].items() if getattr(spec, k) is None and v is not None}

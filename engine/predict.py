@@ -102,6 +102,7 @@ class Prediction:
         spent = [each._replace(makespan=simulation.makespan) for each in shares(simulation.by_role)]
         return {
             "mode": self.job.spec.mode,
+            "model": self.job.spec.model,
             "devices": self.job.spec.devices,
             "machine": self.job.spec.machine,
             "num_params": self.job.num_params,

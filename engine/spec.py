@@ -71,7 +71,9 @@ class Spec:
 
     mode: str = _setting("ddp", "the parallelism", choices=MODES)
     devices: int = _setting(2, "how many devices (ranks)", low=1, high=MAX_DEVICES)
-    model: str = _setting("cnn", "the model to train", choices=MODELS)
+    model: str | None = _setting(
+        None, "the model to train; by default cnn, in sequence and context gpt, in expert moe", choices=MODELS
+    )
     layers: int | None = _setting(None, "hidden layers (mlp) or blocks (gpt, moe)", low=1, high=1024)
     hidden: int | None = _setting(None, "width of the model (mlp, gpt, moe)", low=1, high=65_536)
     heads: int | None = _setting(None, "attention heads (gpt, moe)", low=1, high=MAX_HEADS)

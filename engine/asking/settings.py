@@ -6,7 +6,7 @@ import math
 
 from engine.model.presets import LATENT, PRESETS, family
 from engine.plan import AXES, FLAT
-from engine.spec import Spec
+from engine.spec import MODELS, Spec
 
 # Sizes with which a model can be planned and simulated, and not run.
 PLANNED_SIZES = ("kv_heads", "head_dim", "ffn", "vocabulary", "activation", "positions", "tied")
@@ -156,6 +156,11 @@ LEARNING_RATES = {"sgd": 0.05, "adamw": 0.002}
 DEFAULT_STEPS = 20
 POWERSGD_RANK = 2
 ONE_BUCKET_MB = 65_536.0  # no model's gradients fill it
+
+
+def default_model(mode: str) -> str:
+    """The first model that a mode can train."""
+    return MODE_MODELS.get(mode, MODELS)[0]
 
 
 def planned_only(spec: Spec) -> str | None:

@@ -66,9 +66,8 @@ def lesson(mode: str, text: Lesson) -> str:
 
 
 def prediction(summary: dict[str, Any]) -> str:
-    head = (
-        f"{summary['mode']} on {summary['devices']} devices, predicted for the machine {summary['machine']}, one step:"
-    )
+    what, machine = f"{summary['mode']} of {summary['model']} on {summary['devices']} devices", summary["machine"]
+    head = f"{what}, predicted for the machine {machine}, one step:"
     return (
         head
         + "\n"
@@ -266,7 +265,7 @@ def result(values: dict[str, Any], run_dir: Path) -> str:
         *_waits(values),
         ("folder", str(run_dir)),
     ]
-    head = f"{values['mode']} on {values['devices']} {values['device_kind']} devices"
+    head = f"{values['mode']} of {values['spec']['model']} on {values['devices']} {values['device_kind']} devices"
     return head + "\n" + rows(lines) + (f"\n{failure(values['error'])}" if values["error"] else "")
 
 

@@ -20,7 +20,14 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from engine import schedules
-from engine.asking.settings import MODE_SETTINGS, MODEL_AXES, MODEL_DEFAULTS, SPLIT_BACKWARD, planned_only
+from engine.asking.settings import (
+    MODE_SETTINGS,
+    MODEL_AXES,
+    MODEL_DEFAULTS,
+    SPLIT_BACKWARD,
+    default_model,
+    planned_only,
+)
 from engine.cost.machine import Machine
 from engine.model.presets import PRESETS, family
 from engine.spec import MODES, RECOMPUTE, Spec
@@ -38,7 +45,8 @@ Settings = dict[str, Any]
 
 
 def base_of(spec: Spec, held: Collection[str]) -> Spec:
-    """The spec with what is given, and nothing of what is searched."""
+    """The spec with what is given, and nothing of what is searched; the model is never searched."""
+    spec = spec.with_(model=spec.model or default_model(spec.mode))
     today = AS_TODAY if spec.model in PRESETS else {}
     today = {name: value for name, value in today.items() if name not in held}
     return spec.with_(**today | {name: value for name, value in DEFAULTS.items() if name not in held})

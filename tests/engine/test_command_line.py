@@ -104,7 +104,7 @@ WRONG = [
         "simulate --mode tensor --model gpt --hidden 56 --heads 28 --devices 8",
         "vocabulary 144), so devices must divide it; devices is 8. Try: 1, 2, 4.",
     ),
-    ("simulate --mode sequence", "Try: gpt,"),
+    ("simulate --mode sequence --model cnn", "Try: gpt,"),
     ("simulate --mode ddp --schedule gpipe", "does not apply to the mode ddp"),
     ("simulate --machine abacus", "local"),
     ("run --device cuda --devices 2", "cuda"),

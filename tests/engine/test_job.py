@@ -54,6 +54,20 @@ def test_a_job_has_every_setting_that_applies_and_no_other(mode, model):
     assert prepare(Spec.from_dict(json.loads(json.dumps(resolved.to_dict())))).spec == resolved
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_that_is_not_named_is_the_first_that_the_mode_can_train(mode):
+    """The help of the setting says which. One that is named and cannot be cut is refused, as the default may not be."""
+    devices = 1 if mode == "single" else 2
+    model = prepare(Spec(mode=mode, devices=devices)).spec.model
+    assert model == {"sequence": "gpt", "context": "gpt", "expert": "moe"}.get(mode, "cnn")
+    text = Spec.__dataclass_fields__["model"].metadata["help"]
+    assert "by default cnn, in sequence and context gpt, in expert moe" in text
+    if model != "cnn":
+        with pytest.raises(SpecError) as refused:
+            prepare(Spec(mode=mode, devices=devices, model="cnn"))
+        assert (refused.value.code, refused.value.suggest[0]) == ("model_of_mode", model)
+
+
 def test_a_batch_is_shared_over_replicas_and_not_over_stages():
     assert prepare(Spec(mode="ddp", devices=4)).local_batch == 16
     assert prepare(Spec(mode="data_parallel", devices=4)).local_batch == 16

@@ -53,6 +53,14 @@ def test_meshes_are_as_many_as_there_are_ordered_products_of_degrees(number, pri
     assert all(math.prod(degrees) == number for degrees in found)
 
 
+@pytest.mark.parametrize(("given", "model"), [({"mode": "context"}, "gpt"), ({}, "cnn")])
+def test_a_search_without_a_model_says_of_which_it_is(given, model):
+    """Of one: that of the mode, if it is held, and else the cnn, of whatever mode a layout is."""
+    search = looked(Spec(devices=2, machine="h100", **given), {"devices", "machine", *given})
+    rows = report(search)["best"]
+    assert rows and all(f" --model {model} " in row["command"] + " " for row in rows)
+
+
 def test_degrees_that_are_given_are_held_and_divide_what_is_left():
     spec = Spec(mode="hybrid", devices=512, model="llama3_70b", machine="h100", tp=8, pp=4, context=32_768)
     found = list(meshes(base_of(spec, {"mode", "tp", "pp"}), {"mode", "tp", "pp"}))

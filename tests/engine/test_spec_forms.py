@@ -31,7 +31,7 @@ from engine.spec import Spec, type_of
         ("record", "true"),
         ("mode", 3),
         ("mode", ["ddp"]),
-        ("model", None),
+        ("machine", None),
         ("data_dir", 7),
         ("split", "2,2"),
         ("split", 4),

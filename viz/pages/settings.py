@@ -216,7 +216,8 @@ def options(name: str, model: str) -> tuple[str, ...]:
 
 def _show_choice(name: str, asked: Asked, job: Job, text: Catalogue) -> None:
     key, choices = _key(name), options(name, asked.model)
-    wanted = asked.value(name) or getattr(job.spec, name) or FIELDS[name].default or ""
+    given = asked.model if name == "model" and job.spec.mode != asked.mode else getattr(job.spec, name)
+    wanted = asked.value(name) or given or FIELDS[name].default or ""
     st.session_state[key] = wanted if wanted in choices else None
     st.selectbox(
         text(f"setting.{name}"),

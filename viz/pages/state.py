@@ -16,7 +16,7 @@ import streamlit as st
 
 from engine import schedules
 from engine.asking.rules import SpecError
-from engine.asking.settings import MODE_MODELS, MODE_SETTINGS, MODEL_DATASETS, applies
+from engine.asking.settings import MODE_MODELS, MODE_SETTINGS, MODEL_DATASETS, applies, default_model
 from engine.job import prepare, prepare_real
 from engine.spec import MODELS, MODES, Spec
 from viz import locales
@@ -76,7 +76,7 @@ class Asked:
     @property
     def model(self) -> str:
         text = self.value("model")
-        return text if text in MODELS else FIELDS["model"].default
+        return text if text in MODELS else default_model(self.mode)
 
     def _sort_out(self, changed: str) -> None:
         """After another mode, model or schedule was chosen: put what does not apply aside, take back what does."""
@@ -100,15 +100,12 @@ class Asked:
                 self.settings[key] = self.aside.pop(key)
 
     def _sort_out_model(self) -> None:
-        """A mode that does not take the model brings one that it takes; the one before comes back with the others."""
+        """Where a mode does not take the model that was chosen, its own is meant; the chosen one comes back later."""
         models = MODE_MODELS.get(self.mode, MODELS)
         if self.model not in models:
-            self.aside.setdefault("model", self.model)
-            self.settings["model"] = "gpt" if "gpt" in models else models[0]
+            self.aside["model"] = self.settings.pop("model")
         elif self.aside.get("model") in models:
             self.settings["model"] = self.aside.pop("model")
-            if self.model == FIELDS["model"].default:
-                del self.settings["model"]
 
     def _fits(self, name: str, text: str) -> bool:
         if name == "dataset":
