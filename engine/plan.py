@@ -30,7 +30,8 @@ class Op:
     `bytes` is the size of a message or of a collective's tensor on this rank, as torch's call is given it; for a
     compute op it is the memory traffic. `saved` bytes of activations appear with a forward op, or with the recompute op
     before its backward op, with which they all go; those of a load when the next one comes. `remains`: bytes that
-    appear with an op and are there until one says that they go, by a number below 0, or the step ends. `peer` is the
+    appear with an op and are there until one says that they go, by a number below 0, or the step ends; of a reduction,
+    below 0: those of whole gradients, which came with the first backward of its stage. `peer` is the
     other end's coordinate on `axis`, not its rank: so ranks that do the same share a program. An `asynchronous` op
     (torch.distributed's async_op=True, and every send) is not waited for by the next compute op, but by the next one of
     the same part, and at the latest by the next optimizer op, or by the load of the next micro-step.

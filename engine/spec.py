@@ -122,6 +122,11 @@ class Spec:
         "has the part that is waited for (planned models)",
     )
     share_optimizer: bool | None = _setting(None, "replicas share the optimizer's state, as in ZeRO-1 (planned models)")
+    share_gradients: bool | None = _setting(
+        None,
+        "beside a pipeline, ranks of fsdp share gradients too, as in ZeRO-2: those of a stage are whole from its first "
+        "backward until its last, and then reduced to shards; not the whole step long (planned models)",
+    )
     dropout: bool | None = _setting(None, "dropout, of which a mask is kept for backward (planned models)")
     fused_loss: bool | None = _setting(None, "the loss is one kernel, and keeps no copy of the logits (planned models)")
     scatter_gather: bool | None = _setting(

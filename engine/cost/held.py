@@ -9,6 +9,7 @@ import numpy as np
 from engine.cost.memory import KEPT, by_category
 from engine.graph.columns import Ops
 from engine.plan import KINDS, Program
+from engine.schedules.gathers import LAST
 
 # Categories over time: those of a peak, of which gathered layers, logits and what an op needs while it lasts are apart.
 OVER_TIME = ("parameters", "optimizer", "gradients", "gathered", "buffers", "activations", "logits", "at_work")
@@ -18,10 +19,11 @@ NUMBER = {kind: i for i, kind in enumerate(KINDS)}
 
 
 class Held(NamedTuple):
-    """Bytes that each op of a program adds when it starts (below 0: that go when it ends), those that it needs only
-    while it lasts, and those of the batch, which goes when the next one comes."""
+    """Bytes that each op of a program adds when it starts (below 0: that go when it ends), of activations and of whole
+    gradients; those that it needs only while it lasts, and those of the batch, which goes when the next one comes."""
 
     change: np.ndarray
+    gradients: np.ndarray
     scratch: np.ndarray
     loaded: int
     in_flight: int  # most passes at once
@@ -41,12 +43,13 @@ class OverTime(NamedTuple):
 def memory_of(program: Program) -> tuple[dict[str, int], int]:
     """Bytes by category when a rank of a role holds most, and the most passes in flight."""
     held = held_by(Ops.of(program.ops))
-    # What an op frees is there until it ends, beside what it needs while it lasts.
-    during = np.concatenate([[0], held.change.cumsum()]) + np.concatenate([held.scratch, [0]])
-    at = int(during.argmax())
-    beside = int(held.scratch[at]) if at < len(held.scratch) else 0
-    kept = held.loaded + int(during[at]) - beside
-    return by_category(program.memory | {"at work": beside}, kept), held.in_flight
+    # What an op frees is there until it ends, beside what it needs while it lasts, and the gradients that it adds to.
+    kept, gradients = (np.concatenate([[0], change.cumsum()]) for change in (held.change, held.gradients))
+    gradients[:-1] += np.maximum(held.gradients, 0)
+    scratch = np.concatenate([held.scratch, [0]])
+    at = int((kept + gradients + scratch).argmax())
+    there = {"gradients": program.memory.get("gradients", 0) + int(gradients[at]), "at work": int(scratch[at])}
+    return by_category(program.memory | there, held.loaded + int(kept[at])), held.in_flight
 
 
 def over_time(program: Program, start: np.ndarray, end: np.ndarray) -> OverTime:
@@ -61,6 +64,7 @@ def over_time(program: Program, start: np.ndarray, end: np.ndarray) -> OverTime:
     is_head = np.array([op.part.split(".")[0] == "head" for op in ops.templates], dtype=bool)[ops.which]
     moment = np.where(held.change < 0, end, start)
     known = {
+        "gradients": (np.where(held.gradients < 0, end, start), held.gradients),
         "activations": (moment, np.where(is_head, 0, held.change)),
         "logits": (moment, np.where(is_head, held.change, 0)),
         "at_work": (np.concatenate([start, end]), np.concatenate([held.scratch, -held.scratch])),
@@ -111,14 +115,30 @@ def held_by(ops: Ops) -> Held:
     held[making] = saved
     whole = np.array([not op.part for op in ops.templates], dtype=bool)[ops.which[freeing]]  # of all layers of a stage
     held[freeing] = -np.where(whole, in_chunk[chunk[freeing]], held_by[part[freeing]])
-    held += np.array([op.remains for op in ops.templates], dtype=np.int64)[ops.which]
+    held += np.array([op.remains if op.is_compute else 0 for op in ops.templates], dtype=np.int64)[ops.which]
     started, done = forward[_is_first(chunk[forward])], backward[::-1][_is_first(chunk[backward[::-1]])]
     in_flight = np.zeros(len(ops), dtype=np.int64)
     in_flight[started] = 1
     in_flight[done] -= 1
     loaded = max((op.saved for op in ops.templates if op.kind == "load"), default=0)  # a batch goes when the next comes
     scratch = np.array([op.scratch for op in ops.templates], dtype=np.int64)[ops.which]
-    return Held(held, scratch, loaded, int(in_flight.cumsum().max(initial=0)))
+    return Held(held, _gradients(ops), scratch, loaded, int(in_flight.cumsum().max(initial=0)))
+
+
+def _gradients(ops: Ops) -> np.ndarray:
+    """Bytes of a stage's whole gradients, which come with its first backward and go when they are reduced."""
+    change = np.zeros(len(ops), dtype=np.int64)
+    for stage in {op.stage for op in ops.templates if op.kind == "reduce_scatter" and op.remains}:
+        of_stage = np.array([op.stage == stage for op in ops.templates], dtype=bool)
+        adds, goes = ([op.kind in kinds for op in ops.templates] for kinds in (LAST, ("reduce_scatter",)))
+        adds, goes = (np.flatnonzero((of_stage & np.array(one, dtype=bool))[ops.which]) for one in (adds, goes))
+        sizes = np.array([op.remains for op in ops.templates], dtype=np.int64)[ops.which[goes]]
+        # How many backwards come before each reduction: equal for those after which it is a new step's turn.
+        before, together = np.unique(np.searchsorted(adds, goes), return_inverse=True)
+        first = adds[np.concatenate([[0], before[:-1]])]
+        np.add.at(change, goes, sizes)
+        np.add.at(change, first[together], -sizes)
+    return change
 
 
 def _is_first(keys: np.ndarray) -> np.ndarray:

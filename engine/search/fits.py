@@ -94,6 +94,8 @@ def _of_options(spec: Spec) -> Iterator[Change]:
     replicas = degree(spec, "dp") * degree(spec, "cp")
     if spec.master_weights and spec.mode == "hybrid" and replicas > 1 and not spec.share_optimizer:
         yield {"share_optimizer": True}
+    if spec.master_weights and spec.mode == "hybrid" and min(spec.pp, spec.fsdp) > 1 and not spec.share_gradients:
+        yield {"share_gradients": True}
     if "sequence_parallel" in has and degree(spec, "tp") > 1 and not spec.sequence_parallel:
         yield {"sequence_parallel": True}
     for times in (2, 4, 8):

@@ -6,8 +6,9 @@ more of no shorter length only add messages. What breaks a rule among these is r
 
 Of models that are only planned, sequences are dealt out over devices (cp) from some length on, unless it is asked for:
 that is what their trainings do, and each rank of such a mesh has a program of its own, which takes long to simulate.
-And two settings are no choice, since they cost nothing and save time or memory: attention in one kernel, and an
-optimizer's state that replicas share. They are on, unless given.
+And three settings are no choice, since they cost nothing and save time or memory: attention in one kernel, an
+optimizer's state that replicas share, and gradients that ranks of fsdp share beside a pipeline. They are on, unless
+given.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from engine.spec import MODES, RECOMPUTE, Spec
 AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
 ORDER = ("schedule", "stages_per_rank")  # of a pipeline
 SEARCHED = ("mode", *AXES, "sequence_parallel", "expert_tp", "recompute", "accumulate", "microbatches", *ORDER)
-AS_TODAY = {"flash": True, "share_optimizer": True}
+AS_TODAY = {"flash": True, "share_optimizer": True, "share_gradients": True}
 LONG = 16_384  # tokens. Llama 3 was trained with cp 16 at 131,072 and without at 8,192 (arXiv:2407.21783, table 4)
 NOT_THE_SAME = ("local_sgd",)  # a mode that trains something else than one device would
 DEFAULTS = {name: Spec.__dataclass_fields__[name].default for name in SEARCHED}
@@ -63,7 +64,7 @@ def meshes(spec: Spec, held: Collection[str]) -> Iterator[Settings]:
         free = [axis for axis in _axes(mode, spec.model) if axis not in held and (axis != "cp" or _is_long(spec))]
         given = {axis: degree for axis in AXES if axis in held and (degree := getattr(spec, axis)) is not None}
         rest, beyond = divmod(spec.devices, math.prod(given.values()))
-        if not free or beyond:  # what is given says all of it, or is wrong and will be refused
+        if beyond or (not free and (rest > 1 or not given)):  # it says all of it, or is wrong and will be refused
             yield {"mode": mode}
             continue
         for degrees in products(rest, len(free)):
@@ -97,9 +98,9 @@ def _has_choice(name: str, mode: str, held: Collection[str], applies: bool) -> b
 
 
 def products(number: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a product of so many, in order."""
-    if factors == 1:
-        yield (number,)
+    """All ways to write a number as a product of so many, in order; of none if it is 1."""
+    if factors <= 1:
+        yield (number,) * factors
         return
     for first in divisors(number):
         for rest in products(number // first, factors - 1):

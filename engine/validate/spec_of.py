@@ -162,6 +162,8 @@ def _layout(case: Case, inferred: list[str]) -> dict[str, Any]:
     degrees |= {"fsdp": shards, "dp": replicas // shards} if shared else {"dp": replicas, "fsdp": 1}
     if case.zero in (1, 2) and not shared:
         degrees["share_optimizer"] = True
+    if case.zero > 1 and case.pp > 1:
+        degrees["share_gradients"] = True
     if case.sequence_parallel:
         degrees["sequence_parallel"] = True
     if case.pp == 1:

@@ -54,6 +54,46 @@ def test_a_distributed_optimizer_gathers_a_layer_once_in_a_step_and_fsdp_wheneve
         assert len(gathered) == 4 and (set(gathered.values()) == {1}) is bool(master_weights)
 
 
+@pytest.mark.parametrize(("microbatches", "microsteps"), [(2, 1), (4, 1), (2, 3)])
+def test_shared_gradients_of_a_stage_are_whole_from_its_first_backward_until_they_are_reduced(microbatches, microsteps):
+    """Four bytes a parameter, beside a shard of each; without, all are whole all the step long. Gone through op by op:
+    in a stage's first backward they come, and where the reductions of its layer end they go."""
+    known = {"mode": "hybrid", "devices": 4, "pp": 2, "fsdp": 2, "precision": "bf16", "master_weights": True}
+    known |= {"layers": 6, "split": (1,) * 8, "schedule": "interleaved_1f1b", "stages_per_rank": 4}
+    known |= {"microbatches": microbatches, "accumulate": microsteps, "global_batch": 2 * microbatches * microsteps}
+    alone, shared = (predict(Spec(**(GPT | known), share_gradients=value)).simulation for value in (None, True))
+    layers, first = prepare(Spec(**GPT | known)).layers, shared.graph.first
+    for role, program in enumerate(shared.plan.programs):
+        sizes = {op.stage: 2 * layers[op.stage].param_bytes for op in program.ops if op.kind == "backward"}
+        total, held = sum(sizes.values()), shared.memory_over_time(role)
+        assert len(sizes) == 4 and set(alone.memory_over_time(role).bytes["gradients"]) == {total}
+        changes, whole = [], set()
+        for node, op in enumerate(program.ops, first[role]):
+            if op.kind == "backward" and op.stage not in whole:
+                whole.add(op.stage)
+                changes.append((shared.start[node], sizes[op.stage]))
+            if op.kind == "reduce_scatter":
+                whole.remove(op.stage)
+                changes.append((shared.end[node], -sizes[op.stage]))
+        assert len(changes) == 8 * microsteps
+        for moment, size in zip(held.seconds, held.bytes["gradients"], strict=True):
+            assert size == total / 2 + sum(change for at, change in changes if at <= moment)
+
+
+def test_llama_3_405b_fits_on_16384_devices_where_gradients_are_shared_as_they_were():
+    """Grattafiori et al. 2024 (arXiv:2407.21783, table 4 and section 3.3.2). On the fullest rank none are whole when
+    most activations are there: a 1/128 is left of four bytes of each of its 3.2 billion parameters."""
+    known = {"devices": 16_384, "tp": 8, "pp": 16, "fsdp": 128, "global_batch": 2048, "microbatches": 16}
+    known |= {"schedule": "interleaved_1f1b", "stages_per_rank": 8, "sequence_parallel": True, "flash": True}
+    spec = Spec(mode="hybrid", model="llama3_405b", machine="h100", **known)
+    whole, shared = (predict(spec.with_(share_gradients=value)) for value in (None, True))
+    assert whole.step_time == shared.step_time
+    peaks = [max(found.simulation.peak_memory) for found in (whole, shared)]
+    assert peaks[0] > MACHINES["h100"].memory_size > peaks[1]
+    parameters = 8 * (2 * 16_384 * (16_384 + 1024) + 3 * 16_384 * 53_248) / 8  # of 8 blocks, but for their norms
+    assert peaks[0] - peaks[1] == pytest.approx(4 * parameters * 127 / 128, rel=1e-4)
+
+
 def test_a_host_that_waits_starts_over_again():
     send = Op(kind="send", bytes=1000, axis="pp", peer=1, asynchronous=True)
     took = [communication_seconds(op, (0, 1), MACHINES["a100"]) for op in (send, replace(send, asynchronous=False))]

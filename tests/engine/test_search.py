@@ -67,6 +67,9 @@ def test_degrees_that_are_given_are_held_and_divide_what_is_left():
     assert {one["dp"] * one["fsdp"] * one["cp"] for one in found} == {16}
     # dp, fsdp and cp of 16; and each with tensor ranks that share tokens, or do not.
     assert len(found) == 2 * compositions(4, 3)
+    known = {"mode", "devices", *AXES}  # and of a mesh that is given whole
+    found = list(meshes(base_of(spec.with_(dp=16, fsdp=1, cp=1, ep=1), known), known))
+    assert found == [{"mode": "hybrid"}, {"mode": "hybrid", "sequence_parallel": True}]
 
 
 @pytest.mark.parametrize(("asked", "cut"), [({}, False), ({"context": 131_072}, True), ({"cp": 2}, True)])
@@ -328,7 +331,7 @@ def test_ties_are_those_within_the_mean_error_of_published_predictions():
 
 def test_models_that_are_planned_are_searched_as_software_has_them_today():
     spec = Spec(model="llama3_8b", devices=8, machine="h100")
-    assert (found := base_of(spec, {"model"})).flash and found.share_optimizer
+    assert (found := base_of(spec, {"model"})).flash and found.share_optimizer and found.share_gradients
     assert base_of(spec.with_(flash=False), {"flash"}).flash is False
     assert base_of(Spec(model="gpt"), {"model"}).flash is None
 

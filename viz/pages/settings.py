@@ -65,6 +65,7 @@ MORE = (
     ("tp_overlap",),
     ("master_weights",),
     ("share_optimizer",),
+    ("share_gradients",),
     ("dropout", "fused_loss"),
     ("shared_experts", "dense_layers"),
     ("dense_ffn",),

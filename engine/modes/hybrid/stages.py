@@ -150,7 +150,7 @@ def _passes(
         ("backward", stage): _backward(cut),
         ("unshard", stage): [replace(op, asynchronous=True) for ops in gathers for op in ops],
         ("reshard", stage): [],
-        ("reduce_grad", stage): [op for unit in cut for op in reduce(unit, job, mesh)] if is_shared(mesh) else [],
+        ("reduce_grad", stage): _reductions(job, mesh, cut, stage) if is_shared(mesh) else [],
         ("sums", stage): [op for unit in cut for op in unit.sums],
     }
     for i, unit, ops in zip(count(), cut, gathers, strict=False):  # layer by layer
@@ -161,6 +161,21 @@ def _passes(
     back = _backward(units(stays=True) if apart else cut)
     end = output_of(job, layers[-1])
     return passes | halves(job, passes["forward", stage], back, end, stage, first=stage == 0)
+
+
+def _reductions(job: Job, mesh: Mesh, cut: Sequence[chain.Unit], stage: int) -> list[Op]:
+    """Of a stage's gradients, once in a step; to shards of fp32 where ranks share them (`standing`)."""
+    ops = [op for unit in cut for op in reduce(unit, job, mesh)]
+    if not (job.spec.master_weights and _shares_gradients(job)):
+        return ops
+    whole = FP32 // job.item
+    return [replace(op, stage=stage, remains=-whole * op.bytes) if op.kind == "reduce_scatter" else op for op in ops]
+
+
+def _shares_gradients(job: Job) -> bool:
+    """As PyTorch does; Megatron-LM's buffers are whole the step long."""
+    given = job.spec.share_gradients
+    return not job.spec.master_weights if given is None else given
 
 
 def _backward(cut: Sequence[chain.Unit]) -> list[Op]:
@@ -195,12 +210,14 @@ def standing(job: Job, mesh: Mesh, row: Sequence[Action], layers: dict[int, Sequ
     """What a rank holds whole of the layers of its stages, and of their gradients."""
     ranks = mesh.degree("fsdp")
     sizes = {stage: [gathered_bytes(layer, ranks) for layer in each] for stage, each in layers.items()}
-    if job.spec.master_weights:  # Megatron-LM's distributed optimizer: only its state is shared
+    if job.spec.master_weights:  # what is gathered once in a step stays, as in Megatron-LM's distributed optimizer
         size = sum(map(sum, sizes.values()))
-        return {"parameters": size, "gradients": FP32 // job.item * size}
+        kept = size // ranks if _shares_gradients(job) else size  # whole ones come and go with `_reductions`
+        return {"parameters": size, "gradients": FP32 // job.item * kept}
     whole = {stage: sum(gradient_bytes(job, layer) for layer in each) for stage, each in layers.items()}
-    if not is_shared(mesh):
-        return {"gathered": 0, "gradients": sum(whole.values())}
+    if not is_shared(mesh) or not _shares_gradients(job):
+        gathered = most_gathered(row, sizes, ranks) if is_shared(mesh) else 0
+        return {"gathered": gathered, "gradients": sum(whole.values())}
     shards = {stage: sum(padded_bytes(layer, ranks) for layer in each) for stage, each in layers.items()}
     return {
         "gathered": most_gathered(row, sizes, ranks),

@@ -67,7 +67,7 @@ def in_microsteps(
     for k in range(count):
         begun = [replace(op, microbatch=k * each) for op in before]
         ops += unrolled(later(row, k * each), before=begun)
-        ops[-1] = replace(ops[-1], remains=ops[-1].remains - sum(op.remains for op in ops))
+        ops[-1] = replace(ops[-1], remains=ops[-1].remains - sum(op.remains for op in ops if op.is_compute))
     ops += after
     return tuple(ops)
 
