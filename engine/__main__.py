@@ -8,8 +8,9 @@ import sys
 from typing import NoReturn
 
 from engine.asking.rules import SpecError, closest
+from engine.asking.values import type_of
 from engine.cli import commands
-from engine.spec import Spec, type_of
+from engine.spec import Spec
 
 
 class Parser(argparse.ArgumentParser):

@@ -24,6 +24,7 @@ from engine import archive, checkpoints, export, modes
 from engine.analysis import stragglers, traces
 from engine.asking import spec_file
 from engine.asking.rules import SpecError
+from engine.asking.values import WANTED
 from engine.calibration.calibrate import QUICK, CalibrationError, Effort, Measuring
 from engine.cli import calibration_table, doctor_table, search_table, stragglers_table, tables
 from engine.cost import calibration
@@ -33,7 +34,7 @@ from engine.job import count_gpus, lacks_compiler, prepare
 from engine.launch import LauncherError, open_handle, start
 from engine.search import Search
 from engine.search.fits import fits
-from engine.spec import MODES, WANTED, Spec
+from engine.spec import MODES, Spec
 from engine.timeline import Timeline
 from engine.validate import kept
 

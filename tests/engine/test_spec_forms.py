@@ -9,10 +9,10 @@ import random
 
 import pytest
 
-from engine import spec as spec_module
 from engine.asking.rules import SpecError
+from engine.asking.values import type_of
 from engine.cost.machine import MACHINES
-from engine.spec import Spec, type_of
+from engine.spec import Spec
 
 
 @pytest.mark.parametrize(
@@ -212,15 +212,3 @@ def test_a_spec_cannot_be_changed_and_a_changed_copy_is_checked():
     assert spec.with_(devices=4).devices == 4 and spec.devices == 2
     with pytest.raises(SpecError):
         spec.with_(devices=0)
-
-
-def test_the_types_of_all_settings_are_looked_up_once(monkeypatch):
-    """Every worker of a run makes a spec anew: looked up for each setting, that took longer than all else up to its
-    first step."""
-    lookups = []
-    resolve = spec_module.typing.get_type_hints
-    monkeypatch.setattr(spec_module.typing, "get_type_hints", lambda of: lookups.append(of) or resolve(of))
-    spec_module.type_of.cache_clear()
-    spec_module._hints.cache_clear()
-    Spec()
-    assert lookups == [Spec]

@@ -13,6 +13,7 @@ from engine import archive, modes
 from engine.analysis import words as waits
 from engine.analysis.idle import CAUSES
 from engine.asking.rules import RULES, SpecError
+from engine.asking.values import WANTED
 from engine.cost.machine import MACHINES
 from engine.outcome.accuracy import REASONS
 from engine.plan import KINDS, PAYLOADS
@@ -30,7 +31,6 @@ from engine.spec import (
     RECOMPUTE,
     SCHEDULES,
     STAGE_COMPILERS,
-    WANTED,
     Spec,
 )
 from viz.figures import words

@@ -9,11 +9,12 @@ import streamlit as st
 from engine import modes
 from engine.asking.rules import SpecError
 from engine.asking.settings import CONTEXT_SETTINGS, MODE_MODELS, MODEL_AXES, MODEL_DATASETS, PIPELINE_SETTINGS
+from engine.asking.values import parse_text, type_of
 from engine.cost.machine import MACHINES
 from engine.job import Job
 from engine.plan import AXES
 from engine.scale_model.paced import NEVER_PACED
-from engine.spec import MODELS, MODES, parse_text, type_of
+from engine.spec import MODELS, MODES
 from viz import locales
 from viz.locales import LANGUAGES, Catalogue
 from viz.locales.engine import explain, help_of, lesson
