@@ -1,7 +1,8 @@
 """What a person asks for (words, JSON, URL parameters) -> a checked, frozen Spec, or a SpecError.
 
 Every setting is one field of `Spec`, and its name is the same on the command line, in a spec file, in a URL and in
-the code. What is not set stays `None` and is filled by `engine.job.prepare`, from the mode and the model, before anything runs.
+the code. What is not set stays `None` and is filled by `engine.job.prepare`, from the mode and the model, before
+anything runs.
 """
 
 from collections.abc import Mapping
