@@ -5,18 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
-import re
-import shutil
-import sysconfig
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
 
 from engine import checkpoints, schedules
 from engine.asking import branches, frozen, slow
 from engine.asking.checks import check_batch, check_compression, check_fault, check_mode
 from engine.asking.faults import parse_fault
+from engine.asking.here import check_torch, count_gpus, lacks_compiler
 from engine.asking.meshes import fill_degrees, splits, told
 from engine.asking.pipeline_checks import check_rendezvous, pipelines
 from engine.asking.rules import SpecError, nearest
@@ -32,10 +27,8 @@ from engine.asking.settings import (
     PLANNED_ONLY,
     POWERSGD_RANK,
     REASONS,
-    REDUCE_SCATTER_MODES,
     TENSOR_MODES,
     TOKEN_MODELS,
-    TORCH_FLOOR,
     default_model,
     degree,
     expert_axis,
@@ -209,6 +202,28 @@ def _with_splits(error: SpecError, spec: Spec) -> SpecError:
 def _prepare(spec: Spec) -> Job:
     spec = spec.with_(model=spec.model or default_model(spec.mode))
     _check_applies(spec)
+    spec = check_paced(_filled(check_compression(spec)))
+    _check_model(spec)
+    num_train, num_validation, vocabulary = _data_sizes(spec)
+    layers = frozen.mark(spec, model_layers(spec, vocabulary))
+    if spec.mode == "hybrid":
+        spec = fill_degrees(spec)
+    check_batch(spec, num_train)
+    spec = check_mode(spec, layers)
+    branches.check(spec, layers)
+    frozen.check(spec)
+    _check_saved(spec)
+    first_step, batches = _first_step(spec), num_train // spec.global_batch
+    steps = _last_step(spec, first_step, batches) - first_step
+    slow.of_spec(spec)  # it names ranks that there are
+    if fault := parse_fault(spec.fault):
+        check_fault(spec, fault, steps)
+    sample_bytes = 2 * 8 * spec.context if spec.model in TOKEN_MODELS else layers[0].item * 28 * 28 + 8
+    return Job(spec, layers, sample_bytes, num_train, num_validation, steps, batches, first_step=first_step)
+
+
+def _filled(spec: Spec) -> Spec:
+    """With the defaults of its mode and its model."""
     defaults = {k: v for k, v in MODEL_DEFAULTS[spec.model].items() if getattr(spec, k) is None}
     defaults |= {k: v for k, v in MODE_SETTINGS[spec.mode].items() if getattr(spec, k) is None and v is not None}
     if spec.compress == "powersgd":
@@ -225,7 +240,11 @@ def _prepare(spec: Spec) -> Job:
         defaults["lr"] = LEARNING_RATES[defaults["optimizer"]]
     if spec.dataset is None:
         defaults["dataset"] = MODEL_DATASETS[spec.model][0]
-    spec = check_paced(check_compression(spec).with_(**defaults))
+    return spec.with_(**defaults)
+
+
+def _check_model(spec: Spec) -> None:
+    """Sizes of a model that join each other, and what it learns from."""
     if spec.dataset not in MODEL_DATASETS[spec.model]:
         raise SpecError(
             "dataset_of_model", "dataset", spec.dataset, suggest=MODEL_DATASETS[spec.model], model=spec.model
@@ -242,32 +261,18 @@ def _prepare(spec: Spec) -> Job:
         raise SpecError("kv_heads_divide", "kv_heads", spec.kv_heads, suggest=good, heads=spec.heads)
     if spec.top_k is not None and spec.top_k > spec.experts:
         raise SpecError("top_k_of_experts", "top_k", spec.top_k, suggest=[spec.experts], experts=spec.experts)
-    num_train, num_validation, vocabulary = _data_sizes(spec)
-    layers = frozen.mark(spec, model_layers(spec, vocabulary))
-    if spec.mode == "hybrid":
-        spec = fill_degrees(spec)
-    check_batch(spec, num_train)
-    spec = check_mode(spec, layers)
-    branches.check(spec, layers)
-    frozen.check(spec)
+
+
+def _last_step(spec: Spec, first_step: int, batches: int) -> int:
+    """Of the whole training, of which `first_step` steps are done: an epoch has so many `batches`."""
     if spec.steps is not None and spec.epochs is not None:
         raise SpecError("exclusive", "steps", spec.steps, other="epochs")
-    batches = num_train // spec.global_batch
-    _check_saved(spec)
-    first_step = _first_step(spec)
     steps = spec.epochs * batches if spec.epochs is not None else spec.steps or first_step + DEFAULT_STEPS
     if steps <= first_step:
         setting, value = ("epochs", spec.epochs) if spec.epochs is not None else ("steps", spec.steps)
         good = first_step // batches + 1 if spec.epochs is not None else first_step + DEFAULT_STEPS
         raise SpecError("resume_ends", setting, value, suggest=[good], run=spec.resume, done=first_step)
-    slow.of_spec(spec)  # it names ranks that there are
-    fault = parse_fault(spec.fault)
-    if fault:
-        check_fault(spec, fault, steps - first_step)
-    sample_bytes = 2 * 8 * spec.context if spec.model in TOKEN_MODELS else layers[0].item * 28 * 28 + 8
-    return Job(
-        spec, layers, sample_bytes, num_train, num_validation, steps - first_step, batches, first_step=first_step
-    )
+    return steps
 
 
 def _check_saved(spec: Spec) -> None:
@@ -296,7 +301,7 @@ def prepare_real(spec: Spec, *, suggest: bool = True) -> Job:
     for name in ("slow_rank", "slow_link"):
         if getattr(spec, name) is not None and spec.paced is None:
             raise SpecError("slow_is_simulated", name, getattr(spec, name))
-    _check_torch(job.spec.mode)
+    check_torch(job.spec.mode)
     devices, found = job.spec.devices, count_gpus()
     if job.spec.schedule_file is not None and found and spec.device != "cpu":
         check_rendezvous(job.spec)
@@ -312,37 +317,6 @@ def prepare_real(spec: Spec, *, suggest: bool = True) -> Job:
         raise SpecError("more_ranks_than_gpus", "devices", devices, suggest=_at_most(found, job.spec), gpus=found)
     on_gpus = found and spec.device != "cpu" and spec.paced is None
     return dataclasses.replace(job, spec=job.spec.with_(device="cuda" if on_gpus else "cpu"))
-
-
-def _check_torch(mode: str) -> None:
-    """By what is installed, without loading it; where nothing is, the run will say so."""
-    try:
-        version = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers and tuple(map(int, numbers.groups())) < TORCH_FLOOR:
-        code = "old_torch_gloo" if mode in REDUCE_SCATTER_MODES else "old_torch"
-        floor = ".".join(map(str, TORCH_FLOOR))
-        raise SpecError(code, "mode", version, mode=mode, floor=floor)
-
-
-def lacks_compiler() -> str | None:
-    """What torch.compile would look for here and not find: it writes C++, on GPUs a launcher, and has it compiled."""
-    if shutil.which(os.environ.get("CXX", "g++")) is None:
-        return "a C++ compiler"
-    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
-        return "the headers of Python"
-    return None
-
-
-def count_gpus() -> int:
-    """NVIDIA GPUs that a process started here may use, without loading torch or a driver."""
-    present = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return len(present)
-    return min(len(present), len([d for d in visible.split(",") if d.strip() not in ("", "-1")]))
 
 
 def _at_most(devices: int, spec: Spec) -> list[int]:

@@ -17,10 +17,11 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from engine import archive
+from engine.asking.here import count_gpus
 from engine.calibration.calibrated import Arrival, Sample, costs, of_training, unevenness
 from engine.cost.calibration import MANY, ON_GPU, PROBING, Calibration, Cost, Curve, num_cores, this_machine
 from engine.cost.local import PLAIN, Local
-from engine.job import count_gpus, prepare
+from engine.job import prepare
 from engine.launch import Handle, Launcher
 from engine.spec import Spec
 

@@ -23,6 +23,7 @@ import engine.validate.tables
 from engine import archive, checkpoints, export, modes
 from engine.analysis import stragglers, traces
 from engine.asking import spec_file
+from engine.asking.here import count_gpus, lacks_compiler
 from engine.asking.rules import SpecError
 from engine.asking.values import WANTED
 from engine.calibration.calibrate import QUICK, CalibrationError, Effort, Measuring
@@ -30,7 +31,7 @@ from engine.cli import calibration_table, doctor_table, search_table, stragglers
 from engine.cost import calibration
 from engine.data import sampling
 from engine.graph import notation
-from engine.job import count_gpus, lacks_compiler, prepare
+from engine.job import prepare
 from engine.launch import LauncherError, open_handle, start
 from engine.search import Search
 from engine.search.fits import fits

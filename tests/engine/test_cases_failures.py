@@ -206,7 +206,7 @@ def test_gradients_that_fully_shard_sums_and_does_not_average_are_refused(factor
 )
 def test_a_torch_that_is_too_old_is_refused_with_what_it_lacks(version, mode, says, monkeypatch):
     """pytorch#149781, #149869: fully_shard on CPU processes is of 2025."""
-    monkeypatch.setattr("engine.job.metadata.version", lambda package: version)
+    monkeypatch.setattr("engine.asking.here.metadata.version", lambda package: version)
     spec = Spec(mode=mode, model="gpt", device="cpu")
     if says is None:
         prepare_real(spec)

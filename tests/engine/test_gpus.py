@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.job import count_gpus
+from engine.asking.here import count_gpus
 from engine.spec import Spec
 from engine.timeline import Timeline
 from tests.engine.proof import finished, holds

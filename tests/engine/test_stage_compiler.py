@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from engine import modes, schedules
+from engine.asking.here import lacks_compiler
 from engine.asking.rules import SpecError
 from engine.asking.settings import SPLIT_BACKWARD
-from engine.job import lacks_compiler, prepare, prepare_real
+from engine.job import prepare, prepare_real
 from engine.spec import Spec
 from tests.engine.proof import finished, holds
 
