@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass, replace
 
 from engine.cost.calibration import ON_GPU, SHIPPED, Calibration, load, num_cores
-from engine.cost.hardware import EVERYBODY, Link, Machine
+from engine.cost.hardware import EVERYBODY, Link, Machine, Switch
 from engine.cost.local import Local
 
 TERA, GIGA, GIBI = 1e12, 1e9, 2**30
@@ -175,27 +175,39 @@ DEVICES["b300"] = replace(
 # 8 B200s reach (SimuMax, b200_bf16_ceperm.json: 0.673 of 900 GB/s), where NCCL counts 40.1. Networks: 95 % of the line
 # rate, which is what packet headers and NCCL's protocol leave (NVIDIA nccl-tests on DGX: 185 to 195 GB/s of 8 x 200
 # Gb/s).
-# Seconds to the first line of 128 bytes, and to the first chunk: NCCL's constants of rings for its protocols LL128 and
-# Simple (graph/tuning.cc: 1.9 and 3.4 us over NVLink, 2.5 and 5.7 us over PCIe, 4 and 14 us over a network).
-NVLINK2 = Link(1.9e-6, 6 * 20e9, 3.4e-6)
-NVLINK3 = Link(1.9e-6, 12 * 20e9, 3.4e-6)
-NVLINK4 = Link(1.9e-6, 18 * 20.6e9, 3.4e-6)
-NVLINK3_800, NVLINK4_800 = Link(1.9e-6, 8 * 20e9, 3.4e-6), Link(1.9e-6, 8 * 20.6e9, 3.4e-6)  # 400 GB/s of A800, H800
-NVLINK5 = Link(1.9e-6, 18 * 33.7e9, 3.4e-6)
-PCIE = Link(2.5e-6, 22e9, 5.7e-6)
+# Seconds to the first line of 128 bytes, to the first chunk and to the first word of 8 bytes: NCCL's constants of rings
+# for its protocols LL128, Simple and LL (graph/tuning.cc: 1.9, 3.4 and 0.6 us over NVLink, 2.5, 5.7 and 1.0 us over
+# PCIe, 4, 14 and 2.7 us over a network), and of trees. Of the rate words reach half, and of NVLink no more than its
+# llMaxBws: 39, 87.7, 141 and 282 GB/s from Volta to Blackwell; of 8 cards 22.5 GB/s on Ampere and 45 on Hopper, 0.12 of
+# their rate. Lines reach 120/128; of A100s' NVLink 0.74, as nccl-tests of 4 to 32 MiB show (177 of 240 GB/s from each
+# size to the next, with a process for each of 8 A100s of 80 GB; Azure, AI-benchmarking-guide, ND_A100_v4: 151).
+NVLINK2 = Link(1.9e-6, 6 * 20e9, 3.4e-6, 0.6e-6, words=39 / 120, tree=(4.0e-6, 1.25e-6, 0.6e-6))
+NVLINK3 = replace(NVLINK2, rate=12 * 20e9, lines=0.74, words=87.7 / 240)
+NVLINK4 = replace(NVLINK2, rate=18 * 20.6e9, words=141 / 370.8)
+# A800s and H800s have 400 GB/s of it.
+NVLINK3_800, NVLINK4_800 = replace(NVLINK3, rate=8 * 20e9, words=0.5), replace(NVLINK4, rate=8 * 20.6e9, words=0.5)
+NVLINK5 = replace(NVLINK2, rate=18 * 33.7e9, words=282 / 606.6)
+PCIE = Link(2.5e-6, 22e9, 5.7e-6, 1.0e-6, tree=(4.0e-6, 1.9e-6, 1.0e-6))
 NETWORK_REACHED = 0.95
 
 
 def network(gigabits: float) -> Link:
     """A network card of so many Gb/s for each GPU."""
-    return Link(4.0e-6, NETWORK_REACHED * gigabits * GIGA / 8, 14.0e-6)
+    return Link(
+        4.0e-6, NETWORK_REACHED * gigabits * GIGA / 8, 14.0e-6, 2.7e-6, words=0.12, tree=(14.0e-6, 8.5e-6, 5.0e-6)
+    )
 
 
 EDR_HALF, HDR, NDR, XDR = network(50), network(200), network(400), network(800)
 
 
-# Of a link's rate, what all-reduces in the switches of NVLink 4 and 5 reach (NCCL, tuning.cc: NVLS efficiencies).
-SWITCH = {NVLINK4: 0.85, NVLINK4_800: 0.85, NVLINK5: 0.74}
+# All-reduces in the switches of NVLink 4 and 5, with as many channels as NCCL has there (transport/nvls.cc). What is
+# reached and how long a round waits were fitted to one curve each, from 2 MiB on: the sample of 8 H100s in NVIDIA's own
+# NCCL benchmark (dgxc-benchmarking, microbenchmark_nccl: rounds of 2, 4, 8 and 16 MiB take 12, 19, 33 and 61 us), and 8
+# B200s of Google Cloud's a4 (rounds of 6, 12 and 24 MiB: 21, 30 and 52 us; 0.94 of the 40.1 GB/s a link that NCCL
+# counts there). Those of Azure's and Bekman's H200s and of Bekman's B200s were not looked at for it.
+SWITCH4, SWITCH5 = Switch(0.91, 5.0e-6, 16, 16), Switch(1.11, 9.6e-6, 24, 32)
+SWITCH = {NVLINK4: SWITCH4, NVLINK4_800: SWITCH4, NVLINK5: SWITCH5}
 
 # Of the 18 trays of 4 in an NVLink domain, a job of several gets 16 of each, so that powers of two stay together
 # (Slurm, topology/block and sbatch --segment=16; CoreWeave, SUNK, "Topology/Block Scheduling in Slurm").
@@ -215,6 +227,10 @@ def cluster(name: str, device: str, inside: Link, node_size: int, *outer: tuple[
         link_latency=inside.latency,
         link_rate=inside.rate,
         link_chunk=inside.chunk,
+        link_word=inside.word,
+        link_lines=inside.lines,
+        link_words=inside.words,
+        link_tree=inside.tree,
         memory_size=gpu.memory,
         node_size=node_size,
         spread=SPREAD,
@@ -222,7 +238,7 @@ def cluster(name: str, device: str, inside: Link, node_size: int, *outer: tuple[
         sms=gpu.sms,
         trees=True,
         call_overhead=CALL,
-        switch=SWITCH.get(inside, 0.0),
+        switch=SWITCH.get(inside),
         load_rate=PCIE4,
         fp8_gain=gpu.fp8 / gpu.fp32 * gpu.reached_fp8 / gpu.reached if gpu.fp8 else gains["bf16_gain"],
         flash_rate=gpu.flash * gpu.fp16 * TERA,

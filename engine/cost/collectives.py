@@ -8,10 +8,10 @@ ring          n-1 rounds, 2(n-1) for an all-reduce, each moving 1/n of the tenso
               doi 10.1016/j.jpdc.2008.09.002; Thakur et al. 2005, doi 10.1177/1094342005051521)
 tree          up and down two binary trees, of half the tensor each: as many bytes as a ring, log2 of the nodes in
               latency (Sanders et al. 2009, doi 10.1016/j.parco.2009.09.001; NCCL 2.4)
-hierarchical  a ring inside of each node, then one between nodes for each rank of a node, with its part of the tensor
-              (Cho et al. 2019, BlueConnect); NCCL has it for all-reduces where switches sum (NVLSTree)
 switch        in one node the NVLink switches sum: a rank reads 1/n of the sums, and writes that to all at once, beside
               what it gives (NVLink SHARP: Klenk et al. 2020, doi 10.1109/ISCA45697.2020.00085; NCCL's NVLS)
+switches      the switches of each node sum, and each rank of a node sends its part of the sums through its own card, up
+              and down two binary trees of the nodes (Cho et al. 2019, BlueConnect; NCCL's NVLSTree)
 direct        all-to-all: each rank to each other, those of other nodes through its own network card
 
 Where ranks are processes (`trees` is false) there are rings, and direct exchange.
@@ -21,14 +21,23 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
+from engine.cost.hardware import Switch
 from engine.cost.machine import EVERYBODY, Link, Machine
 from engine.plan import Op
 
-# Of a ring's rate, what the two trees reach: they keep a rank's links less evenly busy (NCCL, tuning.cc: 0.92).
-TREE_RATE = 0.92
+# Of a ring's rate, what the two trees reach: they keep a rank's links less evenly busy (NCCL, tuning.cc: 0.92); words
+# reach 1 / 3.8 of what chunks do. Of that, in tenths, for 64 bytes, 128 and so on: "trees are not perfectly sticking to
+# the model for medium sizes" (treeCorrectionFactor).
+TREE_RATE, TREE_WORDS = 0.92, 1 / 3.8
+TREE_TENTHS = {
+    "chunks": (9, 9, 9, 9, 9, 9, 9, 8, 7, 6, 6, 5, 5, 5, 5, 6, 7, 8, 7, 7, 8, 9, 9),
+    "lines": (10, 10, 10, 10, 10, 9, 8, 8, 8, 7, 6, 6, 6, 6, 6, 6, 8, 9, 9, 9, 9, 10, 10),
+    "words": (10, 10, 10, 10, 9, 8, 7, 7, 7, 7, 6, 5, 4, 4, 5, 6, 7, 8, 9, 10, 10, 10, 10),
+}
 # Seconds in which a GPU has nothing to do when its host waited for a message before it went on, as Megatron-LM does
 # (p2p_communication.py: torch.cuda.synchronize after each exchange): Python of an exchange, and the launches behind it.
 # Measured with Megatron-LM's own calls, message by message through all stages and back (Qi et al. 2024,
@@ -36,10 +45,27 @@ TREE_RATE = 0.92
 # ms for 10.5 and 12.6 MB, in one hop of 15 or of 10 over a network, of which the links take 0.07 and 0.10. (Inside of a
 # node, with 25 and 28 MB, 0.42 and 0.48 are left; the less is taken.)
 HOST_WAIT = 3e-4
-SWITCH_LATENCY = 25e-6  # seconds (NCCL, tuning.cc: of NVLS)
-# NCCL's protocols for more than a few bytes (tuning.cc). LL128 sends lines of 128 bytes, 8 of which are a flag: a hop
-# takes the latency of a line, a call 5.6 us more. Simple sends whole chunks: a hop takes the latency of a chunk.
-LINES_RATE, LINES_CALL = 120 / 128, 5.6e-6
+# NCCL's three protocols (graph/tuning.cc). LL sends words of 4 bytes, each with a flag of 4, LL128 lines of 120 bytes
+# with a flag of 8: a hop takes the latency of a word or a line, a call that of a call in chunks and this much more.
+# Simple sends whole chunks: a hop takes the latency of a chunk.
+WORDS_CALL, LINES_CALL = -1.8e-6, 5.6e-6
+# In a node a ring passes a chunk on in slices, each of which waits for its neighbour; and what the channels' chunks
+# hold for all ranks goes round together, the rest of a tensor after it (NCCL: chunks of 4 and slices of 2 steps, of 8
+# in 4 MiB of buffer: device.h, ALLREDUCE_CHUNKSTEPS and ALLREDUCE_SLICESTEPS; 24 channels of a ring on A100s).
+SLICES, CHUNK, RING_CHANNELS = 2, 2 << 20, 24
+# Rounds of sums in switches are of as many chunks as channels and ranks, of which the largest are this large, if so
+# many rounds are left, and at least the last (enqueue.cc: NVLS and NVLSTree; there half of 128 KiB from 4 nodes on).
+SWITCH_CHUNKS = ((128 << 10, 64), (64 << 10, 8), (32 << 10, 2), (16 << 10, 0))
+TREE_CHUNKS = ((128 << 10, 4), (64 << 10, 1), (32 << 10, 0))
+MANY_NODES = 4
+# Stages of a round in one node, beside the first: summing in the switches, and copying out of the buffer (device/
+# all_reduce.h: scatter, reduce and broadcast, gather).
+STAGES = 2
+FEWEST = 3  # ranks of a node whose switches sum (transport/nvls.cc)
+MOST_HEADS = 32  # of a node's ranks, those that have a part of the sums each (device.h: NCCL_MAX_NVLS_ARITY)
+
+
+Spans = list[tuple[int, Link]]  # (ranks of the group that a link of this tier, and those inside, joins; the link)
 
 
 def rounds_and_bytes(op: Op, group: int) -> tuple[float, float]:
@@ -95,33 +121,55 @@ def collective_seconds(op: Op, group: Sequence[int] | int, machine: Machine) -> 
         return machine.call_overhead + direct(op, [(joined, _in_chunks(link)) for joined, link in spans])
     if not machine.trees:
         return machine.call_overhead + ring(op, spans)
-    in_node = len(spans) == 1 and bool(machine.outer) and spans[0][1] == machine.tiers[0][1]
-    chunks = _fastest(op, [(joined, _in_chunks(link)) for joined, link in spans], in_node, machine.switch)
+    in_node = spans[0][1] == machine.tiers[0][1] and bool(machine.outer)
+    has_tree = op.kind == "all_reduce" and not (in_node and len(spans) == 1)  # there it is a chain, as a ring is
+    ways = []
+    for way in _protocols(tuple(spans), in_node):
+        ways.append(way.call + ring(op, way.ring, way.held * len(ranks)))
+        if has_tree:
+            ways.append(way.call + tree(op, way.tree, way.tenths))
+    if op.kind == "all_reduce" and machine.switch is not None and in_node and spans[0][0] >= FEWEST:
+        ways.append(switched(op, spans, machine.switch))
+    return machine.call_overhead + min(ways)
+
+
+class Protocol(NamedTuple):
+    """A way of sending: seconds of a call beside those in chunks, the tiers with its latencies and rates in a ring and
+    in a tree, bytes for each rank that a ring has on the way together, and tenths of its rate that a tree reaches."""
+
+    call: float
+    ring: Spans
+    tree: Spans
+    held: float = math.inf
+    tenths: Sequence[int] = (10,)
+
+
+@functools.lru_cache(maxsize=4096)
+def _protocols(spans: tuple[tuple[int, Link], ...], in_node: bool) -> list[Protocol]:
     if spans[0][1].chunk is None:
-        return machine.call_overhead + chunks
-    lines = [(joined, replace(link, rate=LINES_RATE * link.rate)) for joined, link in spans]
-    return machine.call_overhead + min(chunks, LINES_CALL + _fastest(op, lines, in_node, 0.0))
+        return [Protocol(0.0, list(spans), list(spans))]
+
+    def with_each(change: Callable[[Link], dict[str, float]]) -> Spans:
+        return [(joined, replace(link, **change(link))) for joined, link in spans]
+
+    chunks = with_each(lambda link: {"latency": link.chunk})
+    if in_node:
+        (joined, link), *outer = chunks
+        chunks = [(joined, replace(link, latency=SLICES * link.latency)), *outer]
+    lines = with_each(lambda link: {"rate": link.lines * link.rate})
+    words = with_each(lambda link: {"latency": link.word, "rate": link.words * link.rate})
+    up = with_each(lambda link: {"latency": link.tree[0]})
+    lines_up = with_each(lambda link: {"latency": link.tree[1], "rate": link.lines * link.rate})
+    words_up = with_each(lambda link: {"latency": link.tree[2], "rate": min(link.words, TREE_WORDS) * link.rate})
+    return [
+        Protocol(0.0, chunks, up, CHUNK * RING_CHANNELS, TREE_TENTHS["chunks"]),
+        Protocol(LINES_CALL, lines, lines_up, tenths=TREE_TENTHS["lines"]),
+        Protocol(WORDS_CALL, words, words_up, tenths=TREE_TENTHS["words"]),
+    ]
 
 
 def _in_chunks(link: Link) -> Link:
     return link if link.chunk is None else replace(link, latency=link.chunk)
-
-
-def _fastest(op: Op, spans: Spans, in_node: bool, switch: float) -> float:
-    """Of the ways that NCCL has for an op, in one protocol. In a node its tree is a chain, which is no faster than a
-    ring; switches sum in chunks only."""
-    ways = [ring(op, spans)]
-    if op.kind == "all_reduce":
-        if switch and in_node:
-            ways.append(switched(op, spans, switch))
-        if switch and len(spans) > 1:
-            ways.append(hierarchical(op, spans))
-        if not in_node:
-            ways.append(tree(op, spans))
-    return min(ways)
-
-
-Spans = list[tuple[int, Link]]  # (ranks of the group that a link of this tier, and those inside, joins; the link)
 
 
 def _spanned(ranks: Sequence[int], machine: Machine) -> Spans:
@@ -157,16 +205,19 @@ def _hops(spans: Spans) -> list[float]:
     return [before - after for before, after in zip(inner, units, strict=True)]
 
 
-def ring(op: Op, spans: Spans) -> float:
-    """Every round waits for its slowest hop; as NCCL counts them, as many rounds cross a tier as hops do."""
-    rounds, sent = rounds_and_bytes(op, spans[-1][0])
-    turns = rounds / (spans[-1][0] - 1)
+def ring(op: Op, spans: Spans, held: float = math.inf) -> float:
+    """Every round waits for its slowest hop; as NCCL counts them, as many rounds cross a tier as hops do. `held`: bytes
+    of the tensor that go round together."""
+    ranks = spans[-1][0]
+    rounds, sent = rounds_and_bytes(op, ranks)
+    turns = rounds / (ranks - 1) * max(1.0, op.bytes * (ranks if op.kind == "all_gather" else 1) / held)
     latency = turns * sum(hops * link.latency for hops, (_, link) in zip(_hops(spans), spans, strict=True))
     return latency + sent / min(_rates(spans))
 
 
-def tree(op: Op, spans: Spans) -> float:
-    """A chain inside of each node, and between nodes a binary tree; up and down again."""
+def tree(op: Op, spans: Spans, tenths: Sequence[int] = (10,)) -> float:
+    """A chain inside of each node, and between nodes a binary tree; up and down again. `tenths`: of what it would reach
+    of its rate, by the size's power of two from 64 bytes on."""
     first, *outer = zip(_hops(spans), spans, strict=True)
     inside = first[1][0]
     latency = (inside - 1) * first[1][1].latency if outer else math.log2(inside) * first[1][1].latency
@@ -174,31 +225,29 @@ def tree(op: Op, spans: Spans) -> float:
     for _, (joined, link) in outer:
         latency += math.ceil(math.log2(joined / ranks)) * link.latency
         ranks = joined
-    return 2 * latency + 2 * op.bytes / (TREE_RATE * min(_rates(spans)))
+    reached = TREE_RATE * tenths[min(max(op.bytes // 64, 1).bit_length(), len(tenths)) - 1] / 10
+    return 2 * latency + 2 * op.bytes / (reached * min(_rates(spans)))
 
 
-def hierarchical(op: Op, spans: Spans) -> float:
-    """Tier by tier: each moves what the tiers inside of it have left to each of their ranks."""
-    total, seconds, inside = spans[-1][0], 0.0, 1
-    for joined, link in spans:
-        units = joined / inside
-        if op.kind == "all_gather":  # inner tiers come last, with all that outer ones have brought
-            sent, rounds = op.bytes * (units - 1) * (total / joined), units - 1
-        elif op.kind == "all_reduce":
-            sent, rounds = 2 * (units - 1) / units * op.bytes / inside, 2 * (units - 1)
-        elif op.kind in ("broadcast", "reduce"):
-            sent, rounds = float(op.bytes), units - 1
-        else:
-            sent, rounds = (units - 1) / units * op.bytes / inside, units - 1
-        seconds += rounds * link.latency + sent / link.rate
-        inside = joined
-    return seconds
+def switched(op: Op, spans: Spans, switch: Switch) -> float:
+    """Round by round, in stages that work on one round after the other; the stage of the network, where there is one,
+    sends each rank's part to one other node, or from three nodes on to two."""
+    (ranks, link), *outer = spans
+    rate = ranks / (ranks + 1) * switch.reached * link.rate
+    heads = min(ranks, MOST_HEADS)
+    if not outer:
+        size = _round(op.bytes, heads * switch.channels, SWITCH_CHUNKS)
+        return (op.bytes / size + STAGES) * (size / rate + switch.pause)
+    nodes, card = outer[-1][0] / ranks, outer[-1][1]
+    size = _round(op.bytes, heads * switch.across, TREE_CHUNKS[nodes >= MANY_NODES :])
+    beyond = card.latency + min(2, nodes - 1) * size / ranks / card.rate
+    levels = math.ceil(math.log2(nodes))
+    return (op.bytes / size + 1 + STAGES * levels) * max(size / rate + 2 * switch.pause, beyond)
 
 
-def switched(op: Op, spans: Spans, reached: float) -> float:
-    """Each rank gives its tensor, and 1/n of the sums again for all; there and back take a call of their own."""
-    ((ranks, link),) = spans
-    return SWITCH_LATENCY + (ranks + 1) / ranks * op.bytes / (reached * link.rate)
+def _round(size: int, places: int, chunks: Sequence[tuple[int, int]]) -> float:
+    """Bytes of a round, in chunks for so many places, of what is so many in all."""
+    return min(max(1, size), places * next(chunk for chunk, rounds in chunks if size >= rounds * places * chunk))
 
 
 def direct(op: Op, spans: Spans) -> float:

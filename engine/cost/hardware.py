@@ -37,15 +37,37 @@ def most_of(number: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Seconds that the first byte takes, and bytes a second of one device in one direction. `chunk`: seconds that the
-    first chunk takes where it is passed on whole, if that is another way of sending."""
+    """Seconds that the first byte takes, and bytes a second of one device in one direction.
+
+    Where there are three ways of sending (NCCL's protocols) `latency` is that of a line, `chunk` that of a chunk, which
+    is passed on whole, and `word` that of a word; and lines and words, which have flags in them, reach `lines` and
+    `words` of the rate. `tree`: the three latencies (of a chunk, a line and a word) where several are waited for."""
 
     latency: float
     rate: float
     chunk: float | None = None
+    word: float = 0.0
+    lines: float = 120 / 128
+    words: float = 0.5
+    tree: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def __post_init__(self) -> None:
-        _checked(self, ("rate",), ("latency",) if self.chunk is None else ("latency", "chunk"))
+        seconds = ("latency", "word") if self.chunk is None else ("latency", "word", "chunk")
+        _checked(self, ("rate", "lines", "words"), seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """Switches that sum: the part of a link's rate that reaches them, the seconds that a round waits for the ranks to
+    be where it is, and the channels that take part in it, in one node and across several."""
+
+    reached: float
+    pause: float
+    channels: int
+    across: int
+
+    def __post_init__(self) -> None:
+        _checked(self, ("reached", "channels", "across"), ("pause",))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +83,7 @@ class Machine:
     `uneven`: seconds of variance that a second of the same computing adds to when ranks are done with it. `unit`:
     forget the rates: a stage's forward takes 1 s, its backward `unit_backward`, everything else nothing.
 
-    `link_latency`, `link_rate` and `link_chunk` are of the link between neighbours: inside of a group of `node_size`
+    What begins with `link_` is of the link between neighbours: inside of a group of `node_size`
     ranks, or between all where that is 0. `outer`: further tiers, each with the number of ranks that it reaches; the
     last one reaches all. `block`: ranks of a group that a job gets, if it is larger than one and no number of groups.
     `spread`: the standard deviation of devices' rates of products, beside their mean.
@@ -74,6 +96,10 @@ class Machine:
     link_latency: float
     link_rate: float
     link_chunk: float | None = None
+    link_word: float = 0.0
+    link_lines: float = 120 / 128
+    link_words: float = 0.5
+    link_tree: tuple[float, float, float] = (0.0, 0.0, 0.0)
     bf16_gain: float = 1.0
     fp16_gain: float = 1.0
     fp8_gain: float = 1.0
@@ -92,7 +118,7 @@ class Machine:
     flash_rate: float = math.inf  # FLOPs a second of attention in one kernel, forward, in two bytes
     sms: int = 0  # multiprocessors, over which the tiles of a matmul are dealt out; 0: not a GPU
     trees: bool = False  # whether a collective may go along a tree, as in NCCL, where that is faster than a ring
-    switch: float = 0.0  # of a link's rate, what all-reduces reach whose sums switches make; 0: they do not
+    switch: Switch | None = None  # of a group of `node_size` ranks
     call_overhead: float = 0.0  # seconds of a collective or a message beside its rounds and bytes
     copies_tokens: bool = False  # tokens of tensor ranks are copied once gathered and before they are scattered
     stepwise_loss: bool = False  # each operation of a loss is a kernel, as in Megatron-LM
@@ -105,7 +131,8 @@ class Machine:
     @property
     def tiers(self) -> tuple[tuple[int, Link], ...]:
         """(ranks that it reaches, link), innermost first; the last reaches everybody."""
-        return ((self.node_size, Link(self.link_latency, self.link_rate, self.link_chunk)), *self.outer)
+        ways = (self.link_chunk, self.link_word, self.link_lines, self.link_words, self.link_tree)
+        return ((self.node_size, Link(self.link_latency, self.link_rate, *ways)), *self.outer)
 
     def at(self, precision: str | None) -> Machine:
         """The same machine, computing in this precision."""
@@ -154,7 +181,7 @@ class Machine:
         )
         rates = (*rates, "memory_size")
         counts = ("cores", "node_size", "block", "sms")
-        shares = ("op_overhead", "call_overhead", "switch", "link_latency", "spread", "uneven")
+        shares = ("op_overhead", "call_overhead", "link_latency", "spread", "uneven")
         _checked(self, (*gains, *rates), (*counts, *shares))
         reach = [ranks for ranks, _ in self.tiers]
         if reach[-1] != EVERYBODY or any(a >= b for a, b in itertools.pairwise([EVERYBODY, *reach[:-1]])):

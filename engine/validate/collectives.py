@@ -15,6 +15,7 @@ from engine.spec import MAX_DEVICES
 from engine.validate import words
 from engine.validate.case import PER_NODE, whole, words_of
 from engine.validate.rows import Row, Unusable
+from engine.validate.sources import is_of_the_host
 from engine.validate.spec_of import machine_with
 
 BUSBW = re.compile(r"(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all)_busbw")
@@ -52,6 +53,8 @@ def call_of(row: Row) -> Call:
     message = row.metric("message_bytes")
     if message is None or not message.value > 0:
         raise Unusable("not published: bytes of the message")
+    if is_of_the_host(row, message.value):
+        raise Unusable("the time is its host's: the source has the same for 1, 2, 3 and 4 MiB")
     if metric.unit not in RATES:
         raise Unusable("a metric's unit is not known", f"{metric.name} in {metric.unit or 'none'}")
     ranks = whole(row.parallel, "gpus")

@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.asking.rules import SpecError
 from engine.cost.catalogue import DEVICES, MACHINES, MEMORY_REACHED, PCIE, SUSTAINED, TERA, network
-from engine.cost.hardware import EVERYBODY, Link, Machine
+from engine.cost.hardware import EVERYBODY, Machine
 from engine.graph.matching import PlanError
 from engine.predict import predict
 from engine.spec import Spec
@@ -223,7 +223,7 @@ def machine_of(case: Case) -> Machine:
         blocking=bool(BLOCKED.search(case.row.notes)),
     )
     eager = case.gated and EAGER.search(f"{case.row.id} {case.row.notes}")
-    switch = 0.0 if RINGS.search(case.row.notes) else found.switch
+    switch = None if RINGS.search(case.row.notes) else found.switch
     return replace(
         found,
         unfused=UNFUSED if eager else 1.0,
@@ -255,10 +255,12 @@ def machine_with(
     known = MACHINES[device]
     outer = network(network_rate / GIGABIT) if network_rate else known.tiers[-1][1]
     if one_card:
-        outer = Link(TENSORS * outer.latency, outer.rate / per_node, TENSORS * outer.chunk)
+        slower = {name: TENSORS * getattr(outer, name) for name in ("latency", "chunk", "word")}
+        slower["tree"] = tuple(TENSORS * seconds for seconds in outer.tree)
+        outer = replace(outer, rate=outer.rate / per_node, **slower)
     changes: dict[str, Any] = {"node_size": per_node, "outer": ((EVERYBODY, outer),)}
     if island:
-        changes |= {"node_size": island, "outer": ((per_node, PCIE), (EVERYBODY, outer)), "switch": 0.0}
+        changes |= {"node_size": island, "outer": ((per_node, PCIE), (EVERYBODY, outer)), "switch": None}
     if link_rate:
         changes["link_rate"] = LINK_REACHED * link_rate
     if memory_size:

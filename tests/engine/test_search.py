@@ -254,7 +254,7 @@ def test_each_layout_is_refused_by_the_rule_that_refuses_it_anywhere():
 
 def test_where_communication_is_free_and_memory_ample_no_pipeline_wins():
     """Without one there is no bubble; nothing has to be computed again; and whoever computes, it is as much."""
-    link = {"link_rate": math.inf, "link_latency": 0.0, "link_chunk": None, "call_overhead": 0.0, "switch": 0.0}
+    link = {"link_rate": math.inf, "link_latency": 0.0, "link_chunk": None, "call_overhead": 0.0, "switch": None}
     free = replace(H100, name="free", node_size=EVERYBODY, outer=(), memory_size=2**60, **link)
     given = {"model": "llama3_8b", "layers": 4, "context": 1024, "devices": 4, "global_batch": 8, "machine": "h100"}
     search = looked(Spec(mode="hybrid", cp=1, **given), {*given, "mode", "cp"}, on=free, top=3)

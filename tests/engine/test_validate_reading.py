@@ -7,6 +7,7 @@ import pytest
 from engine.asking.rules import SpecError
 from engine.validate import words
 from engine.validate.case import case_of
+from engine.validate.collectives import call_of
 from engine.validate.rows import Unusable, parse, read
 
 GPT = {"layers": 24, "hidden": 1024, "heads": 16, "ffn": 4096, "seq_len": 2048, "vocab": 51200, "activation": "gelu"}
@@ -84,6 +85,19 @@ REFUSED = {
         "stages of a rank",
     ),
 }
+
+
+def test_a_collective_that_took_as_long_as_its_host_is_refused():
+    """vTrain's all-reduces of 1 to 4 MiB all took 93 us; those of more took longer."""
+    for size, refused in ((1 << 20, True), (4 << 20, True), (8 << 20, False)):
+        metrics = [("allreduce_busbw", 100, "GB/s"), ("message_bytes", size, "B")]
+        metrics = [dict(zip(("name", "value", "unit"), metric, strict=True)) for metric in metrics]
+        row = row_of(source={"file": "trace/a100/AR_GPU8_1M_1024M_LUT"}, parallel={"gpus": 8}, metrics=metrics)
+        if refused:
+            with pytest.raises(Unusable, match="its host's"):
+                call_of(row)
+        else:
+            assert call_of(row).size == size
 
 
 @pytest.mark.parametrize("name", REFUSED)
