@@ -13,13 +13,13 @@ from pathlib import Path
 
 import streamlit as st
 from starlette.requests import Request
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, JSONResponse
 from starlette.routing import Route
 
 from engine.archive import RUNS
+from engine.asking.rules import SpecError
 from viz import locales, pages
-from viz.pages import lab, runs, search, traces, validated
-from viz.pages.live import warm_launcher
+from viz.pages import lab, live, runs, search, traces, validated
 from viz.pages.state import read_language
 
 SIDEBAR = 330  # pixels
@@ -33,15 +33,28 @@ def page_below_root(_: Request) -> HTMLResponse:
     return HTMLResponse(html.replace("<head>", "<head>" + told, 1))
 
 
-def show() -> None:
+def progress(request: Request) -> JSONResponse:
+    """How far a run is: for the page that watches it, and cheaper than a script run of Streamlit's."""
+    try:
+        run_id, language = request.path_params["run_id"], request.query_params.get("lang", locales.DEFAULT)
+        return JSONResponse(live.answer(read_runs_dir(), run_id, language))
+    except SpecError as error:
+        return JSONResponse({"error": str(error)}, status_code=404)
+
+
+def read_runs_dir() -> Path:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--runs-dir", type=Path, default=RUNS)
-    runs_dir = parser.parse_known_args(sys.argv[1:])[0].runs_dir
+    return parser.parse_known_args(sys.argv[1:])[0].runs_dir
+
+
+def show() -> None:
+    runs_dir = read_runs_dir()
     mark = Path(pages.__file__).with_name("mark.svg")
     st.set_page_config(page_title="Lockstep", page_icon=mark, layout="wide", initial_sidebar_state=SIDEBAR)
     st.logo(mark, size="large")
     st.html(Path(pages.__file__).with_name("page.css"))
-    warm_launcher()
+    live.warm_launcher()
     text = locales.text(read_language())
     # Pages have no icons: a browser would ask Google for them.
     lab_page = st.Page(lambda: lab.show(runs_dir), title=text("page.lab"), url_path="lab", default=True)
@@ -56,4 +69,5 @@ if __name__ == "__main__":
     show()
 else:
     below = ("search", "runs", "traces", "validated")
-    app = st.App(Path(__file__), routes=[Route(f"/{name}", page_below_root) for name in below])
+    pages_below = [Route(f"/{name}", page_below_root) for name in below]
+    app = st.App(Path(__file__), routes=[*pages_below, Route(f"/{live.ADDRESS}/{{run_id}}", progress)])

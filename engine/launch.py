@@ -172,6 +172,7 @@ class Handle:
         self.run_dir = Path(run_dir)
         self.run_id = self.run_dir.name
         self._files: list[archive.StepFile] = []
+        self._losses: list[float | None] = []
         self._lock = threading.Lock()
 
     @property
@@ -186,15 +187,18 @@ class Handle:
         with self._lock:
             if len(self._files) != status["processes"]:
                 self._files = [archive.StepFile(self.run_dir, rank) for rank in range(status["processes"])]
+                self._losses = []
             steps = [file.read() for file in self._files]
             common = min(map(len, steps), default=0)
-            finished = list(zip(*(rank[:common] for rank in steps), strict=True))
+            fresh = zip(*(rank[len(self._losses) : common] for rank in steps), strict=True)
+            self._losses += [_mean([rank["loss"] for rank in step if rank["loss"] is not None]) for step in fresh]
+            losses, ends = tuple(self._losses), [[rank[i] for rank in steps] for i in (0, common - 1) if common]
         return Progress(
             state=status["state"],
             step=common,
             total_steps=status["total_steps"],
-            losses=tuple(_mean([rank["loss"] for rank in step if rank["loss"] is not None]) for step in finished),
-            samples_per_second=_rate(finished, archive.read_json(self.run_dir / "spec.json") or {}),
+            losses=losses,
+            samples_per_second=_rate(common, ends, archive.read_json(self.run_dir / "spec.json") or {}),
             ranks=tuple(
                 RankProgress(rank, len(done), _rank_state(self.run_dir, status, rank, len(done)))
                 for rank, done in enumerate(steps)
@@ -229,15 +233,14 @@ def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _rate(finished: list[tuple[dict, ...]], spec: dict[str, Any]) -> float | None:
+def _rate(count: int, first_and_last: list[list[dict]], spec: dict[str, Any]) -> float | None:
     """Samples a second by the wall clock, from the end of the first step (which warms up) to the end of the last."""
-    if not finished or "global_batch" not in spec:
+    if not count or "global_batch" not in spec:
         return None
-    ends = [max(rank["end"] for rank in step) for step in (finished[0], finished[-1])]
-    if len(finished) == 1:
-        ends[0] = min(rank["start"] for rank in finished[0])
-    seconds = ends[1] - ends[0]
-    return spec["global_batch"] * max(1, len(finished) - 1) / seconds if seconds > 0 else None
+    begin, end = (max(rank["end"] for rank in step) for step in first_and_last)
+    if count == 1:
+        begin = min(rank["start"] for rank in first_and_last[0])
+    return spec["global_batch"] * max(1, count - 1) / (end - begin) if end > begin else None
 
 
 def _rank_state(run_dir: Path, status: dict[str, Any], rank: int, step: int) -> str:

@@ -123,12 +123,19 @@ def assert_verdict(lab: Tab) -> None:
 
 
 @pytest.mark.real
-def test_stop_ends_a_run_within_two_seconds_in_every_tab(tab: NewTab, server: tuple[str, int, Path], alone):
+def test_a_run_is_watched_past_streamlit_and_stops_within_two_seconds(
+    tab: NewTab, server: tuple[str, int, Path], alone
+):
     # Each step sleeps a while: two workers at full speed leave no core for two browser tabs.
-    lab = tab().open("?mode=ddp&devices=2&model=mlp&steps=10000&fault=slow@0:0:0.1")
+    lab, sent = tab(), []
+    lab.page.on("websocket", lambda socket: socket.on("framereceived", lambda frame: sent.append(frame)))
+    lab.open("?mode=ddp&devices=2&model=mlp&steps=10000&fault=slow@0:0:0.1")
     lab.click("run")
     folder = server[2] / run_id(lab)
     lab.page.wait_for_selector(".st-key-live >> text=/[1-9]\\d* of [\\d,]+ steps/")
+    said, before = lab.settle().page.inner_text(".ls-count"), len(sent)
+    lab.page.wait_for_function("(said) => document.querySelector('.ls-count').textContent !== said", arg=said)
+    assert len(sent) == before > 0  # the ranks need the cores that a script run would take
     second = tab().open(f"?run={folder.name}")
     second.page.wait_for_selector(".st-key-live")
     workers = archive.read_status(folder)["worker_pids"]

@@ -14,7 +14,7 @@ from tests.viz.examples import TWO, all_reduce, compute, message, predicted
 from viz.figures import words
 from viz.figures.compare import Pair, accuracy_info, compare_info, plot_compare
 from viz.figures.experts import experts_info, plot_experts
-from viz.figures.losses import POINTS, losses_info, plot_losses
+from viz.figures.losses import POINTS, growing, losses_info, plot_losses
 from viz.figures.memory import ROWS, memory_info, plot_memory
 from viz.figures.moving import NO_CELL, WHOLE, moving_picture
 from viz.figures.picture import picture_info, typical_step
@@ -295,6 +295,16 @@ def test_without_losses_the_chart_says_so():
 def test_a_long_curve_is_thinned_and_keeps_its_ends():
     info = losses_info([float(i) for i in range(5000)])
     assert (len(info.steps), info.steps[0], info.steps[-1]) == (POINTS, 0, 4999)
+
+
+def test_a_curve_grows_over_all_the_steps_on_an_axis_from_zero():
+    """Of 5 steps each is a quarter of 1,000 from the next; 4.2 is the top of 100, where the largest loss is 4."""
+    assert growing([4.0, None, 2.1, float("nan")], 5) == (
+        "M0.0,4.76L500.0,50.00",
+        ((100, "0"), (52.38, "2"), (4.76, "4")),
+    )
+    assert growing([], 20).path == ""
+    assert [words for _, words in growing([1500.0], 1).marks] == ["0", "500", "1000", "1500"]
 
 
 def test_predicted_and_measured_seconds_are_means_over_ranks_and_steps():

@@ -48,6 +48,24 @@ TEN_FRAMES = """(player) => {  // of 50 ms: how far the clock goes
 }"""
 
 
+BESIDE_A_RUN = """(player) => {  // that needs all cores: when the next frame is, and how far the clock goes
+  const { requestAnimationFrame, setTimeout } = window, run = document.body.appendChild(document.createElement("div"));
+  let frame, wait, now = performance.now();
+  window.requestAnimationFrame = (next) => ((frame = next), 0);
+  window.setTimeout = (next, milliseconds) => ((wait = [next, milliseconds]), 0);
+  run.className = "ls-sparing";
+  player.play();
+  frame(now = performance.now());
+  player.seek(frame = 0);
+  wait[0]();
+  frame(now + wait[1]);
+  player.pause();
+  run.remove();
+  Object.assign(window, { requestAnimationFrame, setTimeout });
+  return [wait[1], player.time];
+}"""
+
+
 TOO_LONG = """({ payload, said_ }) => payload.lesson.map(({ text }) => text).filter((text) => {
   said_.textContent = text;
   return said_.scrollWidth > said_.clientWidth || said_.scrollHeight > said_.clientHeight + 1;
@@ -79,6 +97,12 @@ class TestPlayer:
             page.locator(".ls-speed").select_option(speed)
             ways.append(ask(page, TEN_FRAMES))
         assert ways == pytest.approx([33 * 0.5 / 8, 33 * 0.5 / 8 * 4])  # ten times 50 ms, where a step plays 8 s
+
+    def test_beside_a_run_that_needs_all_cores_it_draws_five_times_a_second_as_fast_as_before(self, show):
+        page = show(payload_of())
+        end, seconds = ask(page, "(player) => [player.payload.end, player.payload.seconds]")
+        put_off, time = ask(page, BESIDE_A_RUN)
+        assert (put_off, time) == (200, pytest.approx(0.2 * end / seconds))
 
     def test_keys_step_from_op_to_op(self, show):
         page = show(payload_of())

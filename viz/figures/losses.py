@@ -1,4 +1,6 @@
-"""Losses of the steps so far, of one run or several -> their curves, and a point for each look at validation."""
+"""Losses of the steps so far, of one run or several -> their curves, and a point for each look at validation; of a run
+that goes on -> a curve that grows.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 CURVES = (("forward", "solid"), ("gradient", "dash"), ("activation", "dot"), ("optimizer", "dashdot"))
 POINTS = 1000  # of a curve; more would lie closer together than pixels
+MARKS = 4  # on the axis of a growing curve, at most
+SIZE = (1000, 100)  # of its own coordinates, which are drawn as large as there is room
 
 
 class LossesInfo(NamedTuple):
@@ -41,6 +45,29 @@ def losses_info(
 def result_losses(result: Mapping[str, Any]) -> LossesInfo:
     """Of a run's result, also of one that was written before results had all of this."""
     return losses_info(result["losses"], result.get("first_step", 0), result.get("evaluations", ()))
+
+
+class Growing(NamedTuple):
+    """A path, as SVG has it, on axes that stay where they are; and the axis's marks: how far below the top, in percent,
+    and what each says."""
+
+    path: str
+    marks: tuple[tuple[float, str], ...]
+
+
+def growing(losses: Sequence[float | None], total: int) -> Growing:
+    """From the left edge, where the first of `total` steps is, to the right one, where the last is."""
+    info = losses_info(losses)
+    top = 1.05 * max(info.losses, default=1.0) or 1.0
+    wide, high = SIZE
+    across, up = wide / max(1, total - 1), high / top
+    path = "L".join(
+        f"{step * across:.1f},{high - loss * up:.2f}" for step, loss in zip(info.steps, info.losses, strict=True)
+    )
+    power = 10.0 ** math.floor(math.log10(top / MARKS))
+    apart = next(power * nice for nice in (1, 2, 5, 10) if top / (power * nice) <= MARKS)
+    marks = [i * apart for i in range(MARKS + 1) if i * apart <= top]
+    return Growing("M" + path if path else "", tuple((round(100 * (1 - mark / top), 2), f"{mark:g}") for mark in marks))
 
 
 def plot_losses(curves: LossesInfo | Mapping[str, LossesInfo], text: Text) -> go.Figure:

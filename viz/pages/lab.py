@@ -25,7 +25,7 @@ from viz.pages.picture import measured_timeline, show_picture
 from viz.pages.prediction import Shown, predict_asked
 from viz.pages.settings import escape, show_language, show_settings
 from viz.pages.state import Asked, act, filled, read_url, write_url
-from viz.pages.verdict import notices, oversubscribed, resumed, scale_model, show_failure, show_verdict
+from viz.pages.verdict import notices, oversubscribed, resumed, scale_model, show_failure, show_verdict, takes_all_cores
 from viz.pages.waits import show_waits
 
 BUTTON = 190  # pixels
@@ -258,7 +258,7 @@ def _show_run(asked: Asked, shown: Shown, run: Opened, text: Catalogue) -> None:
             st.caption(text("lab.other_settings", run=run.handle.run_id))
             st.button(text("lab.its_settings"), key="its-settings", on_click=act(Asked.set_all, run.spec))
     if not done:
-        show_live(run.handle, text)
+        show_live(run.handle, text, sparing=takes_all_cores(run.spec))
         _show_picture(shown, None, text)
         show_memory(shown, None, text)
         return

@@ -1,7 +1,7 @@
 """Run and Stop -> a real run in its folder, and the view of it while it goes on.
 
-Nothing here waits: a click asks the launcher and returns, and one fragment reads the run's files twice a second until
-the run has ended, then has the whole page drawn once more.
+Nothing here waits: a click asks the launcher and returns. Twice a second the page then asks this server, past
+Streamlit, what the run has come to, and when it has ended has itself drawn once more.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from pathlib import Path
+from typing import Any
 
 import streamlit as st
 
@@ -16,14 +17,17 @@ from engine import archive, launch
 from engine.asking.rules import SpecError
 from engine.launch import Handle, Launcher, LauncherError, Progress
 from engine.spec import Spec
+from viz import locales, player
+from viz.figures.losses import growing
 from viz.locales import Catalogue
 from viz.pages.state import Asked
 
-REFRESH = 0.5  # seconds
-MAX_POINTS = 400  # of the loss curve
+ADDRESS = "progress"  # below the app's
 MAX_RANKS = 16
-HEIGHT = 150  # pixels of the loss curve
-COLOURS = {"failed": "red", "broken": "red", "finished": "green", "stopped": "orange", "running": "blue"}
+COLOURS = {
+    "starting": "gray", "running": "blue", "finishing": "gray", "finished": "green", "stopped": "orange",
+    "failed": "red", "broken": "red",
+}  # fmt: skip
 
 
 @st.cache_resource(show_spinner=False)
@@ -70,68 +74,43 @@ def stop_run(asked: Asked, runs_dir: Path) -> None:
         archive.ask_to_stop(archive.open_run(runs_dir, asked.run))
 
 
-def show_live(handle: Handle, text: Catalogue) -> None:
-    """The run while it goes on."""
-
-    @st.fragment(run_every=REFRESH)
-    def live() -> None:
-        progress = handle.poll()
-        if progress.state in archive.FINAL:
-            st.rerun()
-        _show_progress(progress, text)
-
+def show_live(handle: Handle, text: Catalogue, *, sparing: bool) -> None:
+    """The run while it goes on. `sparing`: its ranks need all cores, so that what moves on the page moves less."""
     with st.container(border=True, key="live"):
-        live()
+        address, why = f"{ADDRESS}/{handle.run_id}?lang={text.language}", text("live.sparing") if sparing else ""
+        player.live(address, key="live-run", sparing=why)
 
 
-def _show_progress(progress: Progress, text: Catalogue) -> None:
-    left, right = st.columns([2, 3], gap="medium")
-    with left:
-        st.markdown(state_badge(progress.state, text))
-        rate = progress.samples_per_second
-        words = text("live.step", step=f"{progress.step:,}", total=f"{progress.total_steps:,}")
-        if rate is not None:
-            words += " · " + text("live.rate", rate=f"{rate:,.0f}")
-        st.progress(min(1.0, progress.step / max(1, progress.total_steps)), text=words)
-        st.markdown(" ".join(_rank_badge(rank, text) for rank in progress.ranks[:MAX_RANKS]))
-        if len(progress.ranks) > MAX_RANKS:
-            st.caption(text("live.more_ranks", count=len(progress.ranks) - MAX_RANKS))
-    with right:
-        _show_losses(progress, text)
+def answer(runs_dir: Path, run_id: str, language: str) -> dict[str, Any]:
+    """What the page asks for twice a second: what the run has come to, in words, and the curve of its losses. Raises
+    SpecError("bad_run_id" or "no_run")."""
+    return tell(handle_of(str(archive.open_run(runs_dir, run_id))).poll(), locales.text(language))
 
 
-def _show_losses(progress: Progress, text: Catalogue) -> None:
-    """A curve that grows from the left edge to the right one, on axes that stay where they are."""
-    losses = progress.losses
-    stride = -(-len(losses) // MAX_POINTS)
-    kept = [i for i in range(0, len(losses), stride or 1) if losses[i] is not None]
-    points = {"x": kept, "y": [losses[i] for i in kept]}
-    axis = {"grid": False, "tickMinStep": 1, "titlePadding": 6}
-    spec = {
-        "height": HEIGHT,
-        "mark": {"type": "line", "interpolate": "linear", "strokeWidth": 2.5},
-        "encoding": {
-            "x": {
-                "field": "x",
-                "type": "quantitative",
-                "scale": {"domain": [0, max(1, progress.total_steps - 1)], "nice": False},
-                "axis": axis | {"title": text("live.axis_step")},
-            },
-            "y": {
-                "field": "y",
-                "type": "quantitative",
-                "scale": {"domain": [0, 1.05 * max(points["y"], default=1.0)]},
-                "axis": {"grid": True, "tickCount": 4, "titlePadding": 6, "title": text("live.axis_loss")},
-            },
-        },
+def tell(progress: Progress, text: Catalogue) -> dict[str, Any]:
+    """Badges are a colour and its words."""
+    known = [loss for loss in progress.losses if loss is not None]
+    words = [text("live.step", step=f"{progress.step:,}", total=f"{progress.total_steps:,}")]
+    if progress.samples_per_second is not None:
+        words.append(text("live.rate", rate=f"{progress.samples_per_second:,.0f}"))
+    if known:
+        words.append(text("live.loss", loss=f"{known[-1]:.3g}"))
+    more = len(progress.ranks) - MAX_RANKS
+    path, marks = growing(progress.losses, progress.total_steps)
+    return {
+        "ended": progress.state in archive.FINAL,
+        "state": [COLOURS[progress.state], text(f"state.{progress.state}")],
+        "count": " · ".join(words),
+        "done": progress.step / max(1, progress.total_steps),
+        "ranks": [
+            [COLOURS[rank.state], text("live.rank", rank=rank.rank, step=f"{rank.step:,}")]
+            for rank in progress.ranks[:MAX_RANKS]
+        ],
+        "more": text("live.more_ranks", count=more) if more > 0 else "",
+        "losses": {"title": text("live.axis_loss"), "path": path, "marks": marks},
+        "steps": ["0", text("live.axis_step"), f"{max(1, progress.total_steps - 1):,}"],
     }
-    st.vega_lite_chart(points, spec, width="stretch", key="loss-curve", alt=text("live.axis_loss"))
 
 
 def state_badge(state: str, text: Catalogue) -> str:
-    return f":{COLOURS.get(state, 'gray')}-badge[{text(f'state.{state}')}]"
-
-
-def _rank_badge(rank: launch.RankProgress, text: Catalogue) -> str:
-    words = text("live.rank", rank=rank.rank, step=rank.step)
-    return f":{COLOURS.get(rank.state, 'gray')}-badge[{words}]"
+    return f":{COLOURS[state]}-badge[{text(f'state.{state}')}]"

@@ -212,6 +212,11 @@ def oversubscribed(spec: Mapping[str, Any]) -> bool:
     return spec["device"] != "cuda" and spec["devices"] > (os.cpu_count() or 1) and spec.get("paced") is None
 
 
+def takes_all_cores(spec: Spec) -> bool:
+    """Whether a run on CPU processes leaves no core to anything else, such as a browser beside it."""
+    return spec.device != "cuda" and spec.devices >= (os.cpu_count() or 1) and spec.paced is None
+
+
 def notices(spec: Spec, text: Catalogue, elsewhere: bool = False) -> list[str]:
     """What a reader of a real run's numbers must know. `elsewhere`: it ran on another machine."""
     found = [text("notice.elsewhere")] if elsewhere else []

@@ -1,7 +1,7 @@
 """A payload -> the player on a Streamlit page (`show`), or a standalone page that plays offline (`page`); and a figure
-that stands still -> a chart beside it (`chart`).
+that stands still -> a chart beside it (`chart`); a run's address -> how far it is, while it goes on (`live`).
 
-All are drawn by one plotly.js. Streamlit's own st.plotly_chart would load a second one: a third of a page's load.
+Figures are drawn by one plotly.js. Streamlit's own st.plotly_chart would load a second one: a third of a page's load.
 """
 
 from __future__ import annotations
@@ -57,6 +57,13 @@ def chart(figure: go.Figure, key: str, alt: str, *, picks: bool = False) -> None
     payload = {"figure": {"data": plain["data"], "layout": plain["layout"]}, "theme": THEME_COLOURS, "alt": alt}
     known = {"on_picked_change": lambda: None} if picks else {}
     _component("chart", ("plotly.js", "svg.js", "chart.js"))(key=key, data=payload | {"picks": picks}, **known)
+
+
+def live(address: str, key: str, *, sparing: str) -> None:
+    """What a run that goes on has come to, which the page itself asks for at `address`; when it has ended, the page
+    runs again. `sparing`: why the player beside it draws seldom meanwhile; empty where it need not."""
+    data = {"address": address, "sparing": sparing}
+    _component("live", ("live.js",))(key=key, data=data, on_ended_change=lambda: None)
 
 
 def picked(key: str) -> Any:

@@ -10,6 +10,7 @@ const ICONS = {
 };
 const HOLD = 0.9; // seconds that the clock stands at the end of a training step
 const [ENOUGH, LEAST] = [0.9, 0.7]; // of its height: what a picture has on a full screen, and at least on a small one
+const [SPARING, SPARED] = [".ls-sparing", 200]; // a run that needs all cores, and the milliseconds between two frames beside it
 const CLICK = 4; // pixels: what moves less is a click
 const icon = (name) => `<svg viewBox="0 0 16 16" width="18" height="18" fill="currentColor" aria-hidden="true"><path d="${ICONS[name]}"/></svg>`;
 
@@ -153,7 +154,7 @@ class Player {
   back() { this.pause(); this.seek(this.payload.stops.findLast((s) => s < this.time * (1 - 1e-9) - 1e-12) ?? 0); }
   first() { this.pause(); this.seek(0); }
   last() { this.pause(); this.seek(this.payload.end); }
-  pause() { this.playing = false; cancelAnimationFrame(this.frame); this.label(); }
+  pause() { this.playing = false; this.stop(); this.label(); }
   play() {
     if (this.time >= this.payload.end) this.time = 0;
     Object.assign(this, { playing: true, held: 0 });
@@ -163,13 +164,14 @@ class Player {
   }
 
   run() {
-    cancelAnimationFrame(this.frame);
+    this.stop();
     let last = performance.now();
+    const soon = () => (this.frame = requestAnimationFrame(tick));
     const tick = (now) => {
       if (!this.playing || !this.ready) return; // show() starts it again
-      const past = Math.min(0.1, Math.max(0, now - last) / 1000); // a hidden tab does not leap ahead
+      const past = Math.min(0.3, Math.max(0, now - last) / 1000); // a hidden tab does not leap ahead
       last = now;
-      this.frame = requestAnimationFrame(tick);
+      document.querySelector(SPARING) ? (this.wait = setTimeout(soon, SPARED)) : soon();
       if (this.held > 0) return void (this.held -= past);
       if (this.rail.introduce(past * this.speed)) return;
       const { end, pauses, seconds } = this.payload;
@@ -179,8 +181,10 @@ class Player {
       if (stop !== undefined && (stop < end || this.repeat)) this.held = HOLD;
       this.seek(stop ?? next);
     };
-    this.frame = requestAnimationFrame(tick);
+    soon();
   }
+
+  stop() { cancelAnimationFrame(this.frame); clearTimeout(this.wait); }
 
   key(event) {
     const active = this.root.getRootNode().activeElement;
@@ -383,7 +387,7 @@ class Player {
 
   destroy() {
     this.ready = this.playing = false;
-    cancelAnimationFrame(this.frame);
+    this.stop();
     document.removeEventListener("keydown", this.onKey, true);
     this.dark.removeEventListener("change", this.onTheme);
     this.resize.disconnect();
