@@ -18,10 +18,9 @@ from engine import modes
 from engine.cost import matmul
 from engine.cost.catalogue import SUSTAINED
 from engine.cost.matmul import ELEMENTWISE
-from engine.graph.matching import match
 from engine.graph.scheduler import schedule
 from engine.job import prepare
-from engine.simulate import durations
+from engine.simulate import durations, matched
 from engine.validate.case import case_of
 from engine.validate.compared import FITTED, is_fitted
 from engine.validate.metrics import step_seconds
@@ -43,7 +42,7 @@ def declared(path: str) -> list[tuple]:
             if is_fitted(case):
                 job = prepare(spec_of(case)[0])
                 machine = machine_of(case).placed(case.devices).at(job.spec.precision)
-                rows.append((row.id, machine, match(modes.plan(job)), step_seconds(case).value))
+                rows.append((row.id, machine, matched(modes.plan(job), machine), step_seconds(case).value))
         except Unusable as why:
             print(f"{row.id} is not used: {why}")
     return rows

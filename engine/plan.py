@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.cost.kernels import Kernels
 
@@ -31,8 +31,9 @@ class Op:
     compute op it is the memory traffic. `saved` bytes of activations appear with a forward op, or with the recompute op
     before its backward op, with which they all go; those of a load when the next one comes. `remains`: bytes that
     appear with an op and are there until one says that they go, by a number below 0, or the step ends; of a reduction,
-    below 0: those of whole gradients, which came with the first backward of its stage. `peer` is the
-    other end's coordinate on `axis`, not its rank: so ranks that do the same share a program. An `asynchronous` op
+    below 0: those of whole gradients, which came with the first backward of its stage. `peer` is the other end's
+    coordinate on `axis`, not its rank: so ranks that do the same share a program. Round a `ring` it is counted from the
+    rank's own coordinate, so that all of the ring share one. An `asynchronous` op
     (torch.distributed's async_op=True, and every send) is not waited for by the next compute op, but by the next one of
     the same part, and at the latest by the next optimizer op, or by the load of the next micro-step.
     """
@@ -44,6 +45,7 @@ class Op:
     payload: str = ""  # what moves: one of PAYLOADS
     axis: str = ""
     peer: int | None = None
+    ring: bool = False
     asynchronous: bool = False
     bytes: int = 0
     flops: int = 0
@@ -65,13 +67,14 @@ class Op:
         """The same of another layer. Large plans are made of these, and `dataclasses.replace` takes twice as long."""
         return Op(
             kind=self.kind, stage=stage, microbatch=self.microbatch, part=part, payload=self.payload, axis=self.axis,
-            peer=self.peer, asynchronous=self.asynchronous, bytes=self.bytes, flops=self.flops, saved=self.saved,
-            remains=self.remains, scratch=self.scratch, kernels=self.kernels,
+            peer=self.peer, ring=self.ring, asynchronous=self.asynchronous, bytes=self.bytes, flops=self.flops,
+            saved=self.saved, remains=self.remains, scratch=self.scratch, kernels=self.kernels,
         )  # fmt: skip
 
 
 def lane_of(op: Op, coordinate: int) -> str:
-    """The queue that an op occupies on its rank: compute, a mesh axis, or one direction of a link.
+    """The queue that an op (as its rank does it: `Plan.on`) occupies there: compute, a mesh axis, or one direction of a
+    link.
 
     A link is one lane a direction: with a single communication lane 1F1B would deadlock, since an activation going
     down meets a gradient coming up.
@@ -145,27 +148,64 @@ class Program:
     updates: tuple[float, ...] = ()  # of each layer in `holds`, the part that it updates; empty: all that it holds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
-    """One step of training: programs, and which role (index of a program) each rank plays."""
+    """One step of training: programs, and which role (index of a program) each rank plays. Ranks of one role may stand
+    anywhere on an axis where no more differs than their neighbours round a ring, or the tokens that they load."""
 
     mesh: Mesh
     programs: tuple[Program, ...]
     roles: tuple[int, ...]  # one a rank
     layers: tuple[str, ...] = ()  # names of the model's layers, for the picture
+    tokens: tuple[str, ...] = ()  # of each coordinate on the axis cp, in words: which tokens of a sequence are loaded
 
     @property
     def world_size(self) -> int:
         return len(self.roles)
 
     def program(self, rank: int) -> Program:
-        return self.programs[self.roles[rank]]
+        """That of its role, as this rank runs it (`on`)."""
+        place, program = self.place(rank), self.programs[self.roles[rank]]
+        if len(place) == 1:
+            return program
+        if place not in self._programs:
+            from engine.graph.columns import with_each  # columns are made of ops
+
+            self._programs[place] = replace(program, ops=with_each(program.ops, lambda op: self.on(rank, op)))
+        return self._programs[place]
+
+    def place(self, rank: int) -> tuple[int, ...]:
+        """Its role, and where it stands on the axes on which that matters: what is equal runs the same ops."""
+        role = self.roles[rank]
+        return role, *(self.mesh.coordinate(rank, axis) for axis in self._seen_from[role])
+
+    def on(self, rank: int, op: Op) -> Op:
+        """An op of a rank's role as this rank does it: with its peer's coordinate, and the tokens that it loads."""
+        if op.ring:
+            around = (self.mesh.coordinate(rank, op.axis) + op.peer) % self.mesh.degree(op.axis)
+            return replace(op, peer=around, ring=False)
+        if op.kind == "load" and self.tokens:
+            return replace(op, part=self.tokens[self.mesh.coordinate(rank, "cp")])
+        return op
+
+    @functools.cached_property
+    def _seen_from(self) -> tuple[tuple[str, ...], ...]:
+        """Of each role the axes on which it matters where a rank stands: ops are not the same `on` all of them."""
+        found = []
+        for ops in (getattr(program.ops, "templates", program.ops) for program in self.programs):
+            loads = self.tokens and any(op.kind == "load" for op in ops)
+            found.append(tuple(sorted({op.axis for op in ops if op.ring} | ({"cp"} if loads else set()))))
+        return tuple(found)
+
+    @functools.cached_property
+    def _programs(self) -> dict[tuple[int, ...], Program]:
+        return {}
 
     def coordinate(self, rank: int, op: Op) -> int:
         return self.mesh.coordinate(rank, op.axis) if self.mesh.has(op.axis) else 0
 
     def lane(self, rank: int, op: Op) -> str:
-        return lane_of(op, self.coordinate(rank, op))
+        return lane_of(self.on(rank, op), self.coordinate(rank, op))
 
     def peer_rank(self, rank: int, op: Op) -> int | None:
-        return None if op.peer is None else self.mesh.peer(rank, op.axis, op.peer)
+        return None if op.peer is None else self.mesh.peer(rank, op.axis, self.on(rank, op).peer)

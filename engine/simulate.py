@@ -16,11 +16,13 @@ from engine.cost.contention import CHANNELS, slowed
 from engine.cost.held import OverTime, memory_of, over_time
 from engine.cost.local import local_leads, local_seconds
 from engine.cost.machine import Machine
+from engine.cost.placement import apart
 from engine.cost.sharing import Cores, Work, share
 from engine.graph.columns import Ops
 from engine.graph.matching import Graph, match
+from engine.graph.roles import numbered
 from engine.graph.scheduler import acts_of, lanes_of, schedule
-from engine.plan import COLLECTIVES, Plan
+from engine.plan import COLLECTIVES, Op, Plan
 from engine.timeline import NONE, Timeline
 
 NOTHING = Slow()
@@ -74,7 +76,7 @@ class Simulation:
 
 def simulate(plan: Plan, machine: Machine, slow: Slow = NOTHING) -> Simulation:
     """`slow`: ranks and links that are slower than the machine says."""
-    graph = match(plan, slow.apart(plan.world_size))
+    graph = matched(plan, machine, slow)
     plan = graph.plan
     seconds = durations(graph, machine, slow)
     start, end = schedule(graph, seconds)
@@ -93,6 +95,13 @@ def simulate(plan: Plan, machine: Machine, slow: Slow = NOTHING) -> Simulation:
         [in_flight for _, in_flight in held],
         _waited(graph, end - start - seconds),
     )
+
+
+def matched(plan: Plan, machine: Machine, slow: Slow = NOTHING) -> Graph:
+    """The graph of a plan, in which ranks of one role are as slow as each other and lie alike: one stands for all."""
+    slower = slow.apart(plan.world_size)
+    columns = [*apart(plan, machine), *([] if slower is None else [np.array(slower)])]
+    return match(plan, numbered(*columns) if columns else None)
 
 
 def _waited(graph: Graph, longer: np.ndarray) -> list[float]:
@@ -217,11 +226,12 @@ def _bytes_sent(graph: Graph) -> list[float]:
 
 def _timeline(graph: Graph, start: np.ndarray, end: np.ndarray, ranks: np.ndarray) -> Timeline:
     """The spans of roles, repeated on those of their ranks that are in `ranks`."""
-    plan, templates, role = graph.plan, graph.templates, np.array(graph.plan.roles, dtype=np.int64)[ranks]
+    plan, role = graph.plan, np.array(graph.plan.roles, dtype=np.int64)[ranks]
     lengths = np.diff(graph.first)[role]
     rank = np.repeat(ranks, lengths)
     node = np.arange(len(rank)) + np.repeat(np.array(graph.first)[role] - (np.cumsum(lengths) - lengths), lengths)
-    which = graph.which[node]
+    templates, lanes, ahead, moved = _seen_from(graph, ranks)
+    which = graph.which[node] + np.repeat(moved, lengths)
 
     def text(values: list[str]) -> np.ndarray:
         return np.array(values, dtype=object)[which]
@@ -231,7 +241,7 @@ def _timeline(graph: Graph, start: np.ndarray, end: np.ndarray, ranks: np.ndarra
 
     columns = {
         "rank": rank,
-        "lane": text([lane for _, lane in graph.lanes]),
+        "lane": text(lanes),
         "kind": text([op.kind for op in templates]),
         "step": np.zeros(len(rank), dtype=np.int64),
         "start": start[node],
@@ -241,14 +251,26 @@ def _timeline(graph: Graph, start: np.ndarray, end: np.ndarray, ranks: np.ndarra
         "part": text([op.part for op in templates]),
         "payload": text([op.payload for op in templates]),
         "group": text([op.axis for op in templates]),
-        # From a rank to its peer it is as far as from the lowest rank of its role to the peer of that one.
-        "peer": rank + number([_to_peer(graph, i) for i in range(len(templates))]),
+        "peer": rank + number(ahead),
         "bytes": number([op.bytes for op in templates]),
     }
     columns["peer"][number([op.peer for op in templates]) == NONE] = NONE
     return Timeline(columns, "simulated", plan.world_size)
 
 
-def _to_peer(graph: Graph, template: int) -> int:
-    op, rank = graph.templates[template], graph.representative[graph.lanes[template][0]]
-    return 0 if op.peer is None else graph.plan.peer_rank(rank, op) - rank
+def _seen_from(graph: Graph, ranks: np.ndarray) -> tuple[list[Op], list[str], list[int], list[int]]:
+    """The templates of a graph as these ranks do them, once for all that stand where it makes no difference; of
+    each its lane, and how far it is to its peer; and of each rank, how much further on they are than in the graph."""
+    plan, further, of_rank = graph.plan, {}, []
+    templates, lanes, ahead, columns = [], [], [], (graph.templates, graph.lanes)
+    first = np.searchsorted([role for role, _ in graph.lanes], range(len(plan.programs) + 1)).tolist()
+    for rank in ranks.tolist():
+        place = role, *_ = plan.place(rank)
+        if place not in further:
+            further[place] = len(templates) - first[role]
+            for op, (_, lane) in zip(*(each[first[role] : first[role + 1]] for each in columns), strict=True):
+                templates.append(plan.on(rank, op))
+                lanes.append(plan.lane(rank, op) if op.ring else lane)
+                ahead.append(0 if op.peer is None else plan.peer_rank(rank, op) - rank)
+        of_rank.append(further[place])
+    return templates, lanes, ahead, of_rank

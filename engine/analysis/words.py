@@ -7,6 +7,7 @@ with sentences of their own (`viz.locales.engine`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from engine.analysis.idle import CAUSES, Idle
@@ -84,12 +85,18 @@ def told(ran: Ran, found: Idle, i: int) -> dict[str, Any]:
         "ranks": int(ran.ranks[role]),
         "start": float(found.start[i]),
         "seconds": float(found.seconds[i]),
-        "other": None if other == NO_NODE else ran.rank(other),
+        "other": None if other == NO_NODE else _waited_for(ran, role, about, other),
         "kind": None if op is None else op.kind,
         "payload": op.payload if op is not None else "",
         "microbatch": None if op is None else op.microbatch,
         "part": op.part if op is not None else "",
     }
+
+
+def _waited_for(ran: Ran, role: int, about: int, other: int) -> int:
+    """The rank that has the node `other` and meets the lowest one of the role: round a ring, the one before it."""
+    send, plan, rank = ran.op(about), ran.graph.plan, ran.graph.representative[role]
+    return plan.peer_rank(rank, replace(send, peer=-send.peer)) if send.ring else ran.rank(other)
 
 
 def object_of(gap: Mapping[str, Any]) -> str:

@@ -36,6 +36,11 @@ def part_class(part: str) -> str:
     return part if part.startswith("conv") else re.sub(r"\d+", "", part)
 
 
+def class_of(op: Op) -> str:
+    """That of its part; which tokens a load is of makes no difference."""
+    return ANY if op.kind == "load" else part_class(op.part)
+
+
 def matmul_flops(op: Op) -> int:
     """Those at the rate of a product; a convolution's and an optimizer's are part of what a byte of it takes."""
     return 0 if op.part.startswith("conv") or op.kind == "optimizer" else op.flops
@@ -60,9 +65,9 @@ class Local:
 
     def beside(self, op: Op, threads: int, layers: Sequence[str] = ()) -> float:
         """What an op takes beside its matmuls."""
-        own = self._own(op.kind, part_class(op.part), threads)
+        own = self._own(op.kind, class_of(op), threads)
         if op.part or op.kind not in PASSES:
-            return _of(own or self._plain(op.kind, part_class(op.part), threads), op.bytes)
+            return _of(own or self._plain(op.kind, class_of(op), threads), op.bytes)
         return (own or Cost()).scale * self.stage(op, threads, layers)
 
     def stage(self, op: Op, threads: int, layers: Sequence[str]) -> float:
@@ -88,7 +93,7 @@ class Local:
         if op.asynchronous or op.kind == "recv":
             return 0.0
         of_any = None if not op.part and op.kind in PASSES else ANY  # a layer's lead is not a stage's
-        found = [self._cost(who, op.kind, part_class(op.part)) or self._cost(who, op.kind, of_any) for who in self.who]
+        found = [self._cost(who, op.kind, class_of(op)) or self._cost(who, op.kind, of_any) for who in self.who]
         return max((c.lead + c.lead_per_byte * op.bytes for c in found if c), default=0.0)
 
     def communication(self, op: Op, ranks: int) -> tuple[float, float]:

@@ -37,7 +37,7 @@ class Graph:
     """Nodes are the ops of the roles of `plan`, which is uniform, in program order, role after role.
 
     `templates` and `lanes` have one entry a template (`engine.graph.columns`), `first` and `representative` one a
-    role, and arrays one a node.
+    role, and arrays one a node. A lane is that of the role's lowest rank.
     """
 
     plan: Plan
@@ -87,7 +87,7 @@ def match(plan: Plan, apart: Sequence[int] | None = None) -> Graph:
     calls: dict[tuple[int, str], np.ndarray] = {}  # nodes of each role on each of its communication lanes
     for role, program in enumerate(plan.programs):
         ops, rank = Ops.of(program.ops), representative[role]
-        names = [lane_of(op, plan.coordinate(rank, op) if op.kind in MESSAGES else 0) for op in ops.templates]
+        names = [plan.lane(rank, op) if op.kind in MESSAGES else lane_of(op, 0) for op in ops.templates]
         numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
         # Short numbers are sorted digit by digit, in one go.
         short = np.int16 if len(numbers) < 2**15 else np.int32
@@ -149,6 +149,8 @@ def _wrong(op: Op, plan: Plan) -> str:
     degree = plan.mesh.degree(op.axis)
     if op.peer is None:
         return f"a {op.kind} needs a peer" if op.kind in MESSAGES else ""
+    if op.ring:
+        return ""
     return "" if 0 <= op.peer < degree else f"its peer {op.peer} is not one of the {degree} on the axis {op.axis}"
 
 
@@ -209,14 +211,14 @@ def _of_part(op: Op, parts: Collection[str]) -> str:
 
 def _match_messages(graph: Graph, calls: dict[tuple[int, str], np.ndarray]) -> None:
     content = _numbered((op.payload, op.part, op.bytes) for op in graph.templates)
-    for (role, lane), nodes in calls.items():
+    for (role, _), nodes in calls.items():
         op, rank = graph.templates[graph.which[nodes[0]]], graph.representative[role]
         if op.kind not in MESSAGES:
             continue
         other_rank = graph.plan.peer_rank(rank, op)
         if other_rank == rank:
             raise PlanError(f"rank {rank}, {describe(op)}: it names itself as its peer")
-        other = calls.get((graph.plan.roles[other_rank], lane), np.array([], dtype=np.int64))
+        other = calls.get(_other_end(graph, op, rank, other_rank), np.array([], dtype=np.int64))
         if op.kind == "send":
             at = _first_difference(graph, content, nodes, other)
             if at is not None:
@@ -226,6 +228,16 @@ def _match_messages(graph: Graph, calls: dict[tuple[int, str], np.ndarray]) -> N
         if len(nodes) > len(other):
             lonely = describe(graph.op(nodes[len(other)]))
             raise PlanError(f"rank {rank}, {lonely}: it has no partner on rank {other_rank}")
+
+
+def _other_end(graph: Graph, op: Op, rank: int, other_rank: int) -> tuple[int, str]:
+    """The role of the other end, and the link of an op as it is called there: by that role's lowest rank, which round a
+    ring may stand at another place than the other end itself."""
+    plan, mesh = graph.plan, graph.plan.mesh
+    role = plan.roles[other_rank]
+    further = mesh.coordinate(graph.representative[role], op.axis) - mesh.coordinate(other_rank, op.axis)
+    rank = mesh.peer(rank, op.axis, (mesh.coordinate(rank, op.axis) + further) % mesh.degree(op.axis))
+    return role, plan.lane(rank, op)
 
 
 def _match_collectives(graph: Graph, calls: dict[tuple[int, str], np.ndarray], role_of: np.ndarray) -> None:

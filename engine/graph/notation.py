@@ -10,9 +10,10 @@
     forward s1 m0 "fc2 and loss"
 
 An op is its kind, and then in any order: what moves, `s` stage, `m` microbatch, the mesh axis (`pp>1`: to coordinate 1
-on it, `pp<1`: from there), its part, sizes that are not 0, and `async`. A part that has spaces, or could be taken for
-one of the others, stands in quotes, as in JSON. Ranks may be ranges: `0-6:2` is every second one up to 6. Lines that
-are empty or begin with # are skipped.
+on it, `pp<1`: from there; round a ring `cp>+1`: to the next one), its part, sizes that are not 0, and `async`. A part
+that has spaces, or could be taken for one of the others, stands in quotes, as in JSON. Ranks may be ranges: `0-6:2` is
+every second one up to 6. Lines that are empty or begin with # are skipped. `tokens`, beside `layers`, are what ranks
+load of a sequence, one name for each coordinate on the axis cp.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from engine.asking.rules import closest
 from engine.plan import AXES, FLAT, KINDS, PAYLOADS, Mesh, Op, Plan, Program
 
 SIZES = ("flops", "bytes", "saved")
+LISTS = ("layers", "tokens")
 SHARE = re.compile(r"\d(\.\d+)?(e-\d+)?")
 TOKEN = re.compile(r'(?:[^\s"]|"(?:[^"\\]|\\.)*")+')  # up to the next space that is not in quotes
 PLAIN = re.compile(r"[^\W\d][\w.\-]*")  # what needs no quotes, unless it means something else
@@ -48,7 +50,7 @@ def format_plan(plan: Plan) -> str:
     """The text of a plan; `parse_plan` makes an equal plan of it."""
     degrees = [f"{axis}={degree}" for axis, degree in zip(plan.mesh.axes, plan.mesh.degrees, strict=True)]
     lines = [" ".join(["mesh", *degrees])]
-    lines += [" ".join(["layers", *map(_name, plan.layers)])] if plan.layers else []
+    lines += [" ".join([word, *map(_name, names)]) for word in LISTS if (names := getattr(plan, word))]
     ranks: list[list[int]] = [[] for _ in plan.programs]
     for rank, role in enumerate(plan.roles):
         ranks[role].append(rank)
@@ -75,7 +77,7 @@ def format_op(op: Op) -> str:
     words += [f"s{op.stage}"] if op.stage is not None else []
     words += [f"m{op.microbatch}"] if op.microbatch is not None else []
     if op.axis:
-        arrow = "" if op.peer is None else f"{'<' if op.kind == 'recv' else '>'}{op.peer}"
+        arrow = "" if op.peer is None else f"{'<' if op.kind == 'recv' else '>'}{op.peer:{'+' if op.ring else ''}}"
         words.append(op.axis + arrow)
     words += [_name(op.part)] if op.part else []
     words += [f"{size}={getattr(op, size)}" for size in SIZES if getattr(op, size)]
@@ -85,7 +87,7 @@ def format_op(op: Op) -> str:
 
 def parse_plan(text: str) -> Plan:
     """The plan that a text stands for, or NotationError. Whether it can run is asked of `engine.graph.matching`."""
-    mesh, layers, played = None, None, {}
+    mesh, lists, played = None, {}, {}
     roles: list[tuple[list[Op], tuple[int, ...], dict[str, int], tuple[int, ...]]] = []
     for number, line in enumerate(text.split("\n"), 1):
         try:
@@ -98,10 +100,12 @@ def parse_plan(text: str) -> Plan:
                 raise _Wrong("a plan begins with its mesh, as in `mesh pp=2`")
             elif words[0] == "mesh":
                 raise _Wrong("a plan has one mesh")
-            elif words[0] == "layers" and layers is not None:
-                raise _Wrong("a plan has one line of layers")
-            elif words[0] == "layers":
-                layers = tuple(map(_unquoted, words[1:]))
+            elif words[0] in LISTS and words[0] in lists:
+                raise _Wrong(f"a plan has one line of {words[0]}")
+            elif words[0] in LISTS:
+                lists[words[0]] = tuple(map(_unquoted, words[1:]))
+                if words[0] == "tokens" and (not mesh.has("cp") or len(words) - 1 != mesh.degree("cp")):
+                    raise _Wrong("`tokens` has a name for each coordinate on the axis cp")
             elif words[0] == "role":
                 ranks, *rest = _parse_role(words[1:], len(roles))
                 if again := sorted(played.keys() & set(ranks)):
@@ -124,7 +128,7 @@ def parse_plan(text: str) -> Plan:
             f"each rank of the mesh plays one role, and no other does; not so: {odd}",
         )
     programs = tuple(Program(tuple(ops), *rest) for ops, rest in roles)
-    return Plan(mesh, programs, tuple(played[rank] for rank in range(mesh.size)), layers or ())
+    return Plan(mesh, programs, tuple(played[rank] for rank in range(mesh.size)), **lists)
 
 
 class _Wrong(Exception):
@@ -222,7 +226,8 @@ def _parse_word(word: str, kind: str) -> dict[str, object]:
     if arrow:
         if axis not in AXES or (arrow == "<") != (kind == "recv"):
             raise _Wrong(f"{word} is not an axis and a peer: `pp<1` where something is received, else `pp>1`")
-        return {"axis": axis, "peer": _whole(peer)}
+        ring = peer[:1] in ("+", "-")
+        return {"axis": axis, "peer": int(f"{peer[0]}{_whole(peer[1:])}") if ring else _whole(peer), "ring": ring}
     size, equals, value = word.partition("=")
     if equals and size in SIZES:
         return {size: _whole(value)}

@@ -1,33 +1,38 @@
 """A Plan -> the same with roles split until all ranks of a role talk to the same roles: what is true of one is of all.
 
 Partition refinement, on a mesh made small first: where two coordinates on an axis have the same roles throughout, and
-no op names a peer there, one stands for both. So 16,384 ranks that play 16 roles are refined as 16.
+no op names a peer there, one stands for both; along a ring only where all are alike. So 16,384 ranks that play 16
+roles are refined as 16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from engine.graph.columns import Ops
-from engine.plan import FLAT, Mesh, Plan
+from engine.plan import FLAT, Mesh, Op, Plan
 
 
 def uniform(plan: Plan, apart: Sequence[int] | None = None) -> Plan:
-    """Mostly `plan` itself. Ranks of one role that name a peer also share their coordinate on its axis.
+    """Mostly `plan` itself. Ranks of one role that name a peer also share their coordinate on its axis, unless they
+    count from there, round a ring.
 
     `apart`: a number for each rank; ranks with different ones never share a role, though they do the same.
     """
     if not plan.roles:
         return plan
     program = np.array(plan.roles, dtype=np.int64)
-    role = program if apart is None else _numbered(program, np.asarray(apart))
-    talks = [sorted({(op.axis, op.peer) for op in Ops.of(p.ops).templates if op.axis}, key=str) for p in plan.programs]
-    named = {axis for pairs in talks for axis, peer in pairs if peer is not None}
-    mesh, corner, of_rank = _small(plan.mesh, role, named)
+    role = program if apart is None else numbered(program, np.asarray(apart))
+    talks = [sorted(said_of(p.ops), key=str) for p in plan.programs]
+    said = {one for of_role in talks for one in of_role}
+    named = {one.axis for one in said if one.peer is not None and (not one.ring or one.axis in FLAT)}
+    mesh, corner, of_rank = _small(plan.mesh, role, named, {one.axis for one in said if one.ring})
     small, program = role[corner], program[corner]
-    axes = {axis for pairs in talks for axis, _ in pairs}
+    axes = {one.axis for one in said}
     count = int(role.max()) + 1
     while count < len(small):
         small = _split(small, program, talks, mesh, axes)
@@ -41,8 +46,20 @@ def uniform(plan: Plan, apart: Sequence[int] | None = None) -> Plan:
     order = np.argsort(first_rank)
     number = np.empty(len(names), dtype=np.int64)
     number[order] = np.arange(len(names))
-    programs = tuple(plan.program(rank) for rank in first_rank[order].tolist())
-    return Plan(plan.mesh, programs, tuple(number[role].tolist()), plan.layers)
+    programs = tuple(plan.programs[plan.roles[rank]] for rank in first_rank[order].tolist())
+    return replace(plan, programs=programs, roles=tuple(number[role].tolist()))
+
+
+class Said(NamedTuple):
+    """With whom a rank talks: with all of its group along an axis, or with one of them (`Op`)."""
+
+    axis: str
+    peer: int | None
+    ring: bool
+
+
+def said_of(ops: Sequence[Op]) -> set[Said]:
+    return {Said(op.axis, op.peer, op.ring) for op in Ops.of(ops).templates if op.axis}
 
 
 def group_of(mesh: Mesh, rank: int, axis: str) -> Sequence[int]:
@@ -54,7 +71,7 @@ def group_of(mesh: Mesh, rank: int, axis: str) -> Sequence[int]:
     return range(lowest, lowest + degree * stride, stride)
 
 
-def _small(mesh: Mesh, role: np.ndarray, named: set[str]) -> tuple[Mesh, np.ndarray, np.ndarray]:
+def _small(mesh: Mesh, role: np.ndarray, named: set[str], rings: set[str]) -> tuple[Mesh, np.ndarray, np.ndarray]:
     """(the mesh without coordinates like others, a rank of each of its cells, the cell of each rank)"""
     fixed = {each for axis in named for each in FLAT.get(axis, (axis,))}
     grid = role.reshape(mesh.degrees)
@@ -66,6 +83,8 @@ def _small(mesh: Mesh, role: np.ndarray, named: set[str]) -> tuple[Mesh, np.ndar
             slices = np.moveaxis(grid, i, 0).reshape(degree, -1)
             if (slices == slices[0]).all():  # mostly; and quicker to see than to sort
                 first, cell = np.zeros(1, dtype=np.int64), np.zeros(degree, dtype=np.int64)
+            elif axis in rings:
+                first, cell = np.arange(degree), np.arange(degree)
             else:
                 first, cell = np.unique(slices, axis=0, return_index=True, return_inverse=True)[1:]
         grid, ranks = grid.take(first, axis=i), ranks.take(first, axis=i)
@@ -75,7 +94,7 @@ def _small(mesh: Mesh, role: np.ndarray, named: set[str]) -> tuple[Mesh, np.ndar
     return Mesh(mesh.axes, tuple(degrees)), ranks.reshape(-1), numbers[np.ix_(*cells)].reshape(-1)
 
 
-def _numbered(*columns: np.ndarray) -> np.ndarray:
+def numbered(*columns: np.ndarray) -> np.ndarray:
     """Equal numbers, from 0, where all columns are equal."""
     return np.unique(np.stack(columns), axis=1, return_inverse=True)[1].reshape(-1)
 
@@ -90,12 +109,16 @@ def _split(role: np.ndarray, program: np.ndarray, talks: list, mesh: Mesh, axes:
             out[ranks], count = count, count + 1
             continue
         seen = [np.zeros(len(ranks), dtype=np.int64)]
-        for axis, peer in talks[program[ranks[0]]]:
+        for axis, peer, ring in talks[program[ranks[0]]]:
             if peer is None:
                 seen.append(groups[axis][ranks])
+                continue
+            place = mesh.coordinate(ranks, axis)
+            if ring:
+                seen.append(role[mesh.peer(ranks, axis, (place + peer) % mesh.degree(axis))])
             else:
-                seen += [mesh.coordinate(ranks, axis), role[mesh.peer(ranks, axis, peer)]]
-        kind = _numbered(*seen)
+                seen += [place, role[mesh.peer(ranks, axis, peer)]]
+        kind = numbered(*seen)
         out[ranks] = count + kind
         count += int(kind.max()) + 1
     return out

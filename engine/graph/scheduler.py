@@ -213,28 +213,29 @@ def _lanes_of_templates(graph: Graph) -> np.ndarray:
 
 def _show_deadlock(graph: Graph, standing: dict[int, int], ended: Callable[[int], bool]) -> str:
     """Words for a circle among the roles in `standing`, each of which stands at a node and cannot go on."""
-    circle = [min(standing)]
-    while (following := _blocker(graph, standing, ended, circle[-1])) not in circle:
-        circle.append(following)
-    circle = circle[circle.index(following) :]
-    ranks = [graph.representative[role] for role in circle]
+    ranks = [graph.representative[min(standing)]]
+    while (following := _blocker(graph, standing, ended, ranks[-1])) not in ranks:
+        ranks.append(following)
+    ranks = ranks[ranks.index(following) :]
     lines = ["these ranks wait for each other: " + " -> ".join(map(str, [*ranks, ranks[0]][: SHOWN_RANKS + 1]))]
-    for role, rank, other in zip(circle[:SHOWN_RANKS], ranks, [*ranks[1:], ranks[0]], strict=False):
+    for rank, other in zip(ranks[:SHOWN_RANKS], [*ranks[1:], ranks[0]], strict=False):
+        role = graph.plan.roles[rank]
         node, first, last = standing[role], graph.first[role], graph.first[role + 1]
         lines.append(f"rank {rank} waits for rank {other}:")
         for i in range(max(first, node - SHOWN_OPS), min(last, node + SHOWN_OPS + 1)):
             lines.append(f"{'>' if i == node else ' '} {describe(graph.op(i))}")
-    if len(circle) > SHOWN_RANKS:
-        lines.append(f"and {len(circle) - SHOWN_RANKS} more ranks in this circle")
+    if len(ranks) > SHOWN_RANKS:
+        lines.append(f"and {len(ranks) - SHOWN_RANKS} more ranks in this circle")
     return "\n".join(lines)
 
 
-def _blocker(graph: Graph, standing: dict[int, int], ended: Callable[[int], bool], role: int) -> int:
-    """The role that a stuck role waits for: who has yet to send, or to join the call."""
-    needs = graph.waits.get(standing[role], [standing[role]])
-    needs = [graph.meets[need] if graph.meets[need] >= 0 else need for need in needs]
-    need = next(need for need in needs if not ended(need))
+def _blocker(graph: Graph, standing: dict[int, int], ended: Callable[[int], bool], rank: int) -> int:
+    """The rank that a stuck one waits for: who has yet to send, or to join the call."""
+    plan, node = graph.plan, standing[graph.plan.roles[rank]]
+    needs = [(own, int(graph.meets[own])) for own in graph.waits.get(node, [node])]
+    own, need = next((own, need) for own, need in needs if need >= 0 and not ended(need))
     if graph.op(need).kind == "send":
-        return graph.role(need)
+        return plan.peer_rank(rank, graph.op(own))
     members = np.flatnonzero(graph.meets == need).tolist()
-    return next(graph.role(node) for node in members if standing.get(graph.role(node), node) < node)
+    late = {graph.role(node) for node in members if standing.get(graph.role(node), node) < node}
+    return next(member for member in plan.mesh.group(rank, graph.op(need).axis) if plan.roles[member] in late)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from engine.asking.frozen import trained
 from engine.asking.settings import degree
 from engine.cost import kernels
-from engine.graph.columns import Ops, unroll, with_each
+from engine.graph.columns import unroll
 from engine.job import Job
 from engine.model.shapes import FP32, Layer
 from engine.plan import Op
@@ -219,11 +219,6 @@ def microsteps(job: Job, passes: Callable[[int, bool], Sequence[Op]]) -> Sequenc
         steps.setdefault(name, ops)  # and kept, so that no other has its place
         order.append((name, k))
     return unroll(steps, order)
-
-
-def loading(ops: Sequence[Op], part: str) -> Ops:
-    """The same, whose loads say what of the batch they are."""
-    return with_each(ops, lambda op: dataclasses.replace(op, part=part) if op.kind == "load" else op)
 
 
 def optimizer(layers: Sequence[Layer], spec: Spec) -> Op:

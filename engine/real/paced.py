@@ -18,12 +18,11 @@ from typing import NamedTuple
 
 from engine import modes
 from engine.asking import slow
-from engine.graph.matching import match
 from engine.job import Job
 from engine.scale_model.paced import TABLE
 from engine.scale_model.pacing import CALL, COMPUTE, RECEIVE, SEND, Beat, key_of, of_rank
 from engine.scale_model.pictured import machine_of
-from engine.simulate import durations
+from engine.simulate import durations, matched
 from engine.timeline import NONE, Span
 
 WORD = 8  # bytes of a moment
@@ -115,8 +114,9 @@ class Pace:
         if alike not in self._programs:
             spec = self.job.spec
             plan, slower = modes.plan(self.job, step), slow.of_spec(spec)
-            graph = match(plan, slower.apart(plan.world_size))
-            seconds = durations(graph, machine_of(self.job), slower)
+            on = machine_of(self.job)
+            graph = matched(plan, on, slower)
+            seconds = durations(graph, on, slower)
             self._programs[alike] = of_rank(graph, seconds, spec.dilation, self.rank)
             self._sizes[alike] = sizes = defaultdict(list)
             small = modes.plan(self.small, step)

@@ -42,7 +42,7 @@ def of_rank(graph: Graph, seconds: np.ndarray, factor: float, rank: int) -> list
     first, places = graph.first[role], _Places(graph)
     lengths = (seconds * factor * 1e9).round().astype(np.int64).tolist()
     beats = []
-    for node, op in enumerate(graph.plan.programs[role].ops, start=first):
+    for node, op in enumerate(graph.plan.program(rank).ops, start=first):
         met, ends, act = int(graph.meets[node]), (), COMPUTE
         if op.kind == "send":
             act = SEND
@@ -54,7 +54,7 @@ def of_rank(graph: Graph, seconds: np.ndarray, factor: float, rank: int) -> list
             Beat(
                 act,
                 _key(op),
-                graph.lanes[graph.which[node]][1],
+                graph.plan.lane(rank, op),
                 lengths[met if act == RECEIVE else node],
                 not op.asynchronous,
                 ends,

@@ -291,6 +291,14 @@ def deadlock(text: str) -> str:
     return str(found.value)
 
 
+def test_a_ring_in_which_all_receive_first_is_shown_rank_by_rank():
+    text = "mesh cp=3\nrole 0: ranks 0-2\nrecv cp<-1 bytes=4\nsend cp>+1 bytes=4 async\n"
+    assert deadlock(text).splitlines()[:2] == [
+        "these ranks wait for each other: 0 -> 2 -> 1 -> 0",
+        "rank 0 waits for rank 2:",
+    ]
+
+
 def test_two_ranks_that_both_receive_first_are_shown_with_an_arrow():
     text = "mesh pp=2\nrole 0: ranks 0\nload\nrecv gradient m0 pp<1 bytes=4\nsend activation m0 pp>1 bytes=8 async\n"
     text += "role 1: ranks 1\nrecv activation m0 pp<0 bytes=8\nforward m0\nsend gradient m0 pp>0 bytes=4 async"

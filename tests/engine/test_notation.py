@@ -57,6 +57,8 @@ def test_an_op_is_one_short_line():
     recv = Op(kind="recv", stage=0, microbatch=1, payload="gradient", axis="pp", peer=1, bytes=4096)
     assert format_op(recv) == "recv gradient s0 m1 pp<1 bytes=4096"
     assert format_op(Op(kind="forward", part="output gradients")) == 'forward "output gradients"'
+    assert format_op(Op(kind="send", axis="cp", peer=1, ring=True, bytes=8)) == "send cp>+1 bytes=8"
+    assert format_op(Op(kind="recv", axis="cp", peer=-1, ring=True)) == "recv cp<-1"
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])
@@ -123,7 +125,8 @@ def test_ops_with_any_values_come_back_equal():
             part=draw.choice(("", "bucket0", *PARTS)),
             payload=draw.choice(("", *PAYLOADS)),
             axis=axis,
-            peer=draw.choice((None, 0, 2)) if axis else None,
+            peer=(peer := draw.choice((None, 0, 2, -1, 3)) if axis else None),
+            ring=peer is not None and (peer < 0 or draw.random() < 0.5),
             asynchronous=draw.random() < 0.5,
             bytes=draw.choice((0, 1, 10**15)),
             flops=draw.choice((0, 10**18 - 1)),
@@ -200,6 +203,9 @@ HEAD = "mesh dp=2\nrole 0: ranks 0-1\n"
         (HEAD + "send dp<1", 3, "else `pp>1`"),
         (HEAD + "recv dp>1", 3, "`pp<1` where something is received"),
         (HEAD + "send xx>1", 3, "not an axis and a peer"),
+        (HEAD + "send pp>+", 3, "nothing stands where a whole number must"),
+        ("mesh pp=2\ntokens a b", 2, "a name for each coordinate on the axis cp"),
+        ("mesh cp=2\ntokens a", 2, "a name for each coordinate on the axis cp"),
         (HEAD + "send dp>one", 3, "one stands where a whole number"),
         (HEAD + "load bytes=-1", 3, "-1 stands where a whole number"),
         (HEAD + "load bytes=nan", 3, "nan stands where a whole number"),

@@ -63,7 +63,8 @@ def relax(plan: Plan, seconds: dict[str, float]) -> list[tuple[float, float]]:
 
 
 def random_plan(draw: random.Random) -> Plan:
-    """Stages and replicas that do things in one global order, so that they cannot wait for each other in a circle."""
+    """Stages and replicas that do things in one global order, so that they cannot wait for each other in a circle.
+    Round a ring each sends first."""
     stages, replicas = draw.randint(1, 4), draw.randint(1, 3)
     own = draw.random() < 0.3  # a program of its own for every rank, else one a stage
     programs: list[list[Op]] = [[] for _ in range(stages * replicas if own else stages)]
@@ -78,6 +79,15 @@ def random_plan(draw: random.Random) -> Plan:
         if what < 0.4:
             kind = draw.choice(("forward", "backward", "optimizer"))
             programs[draw.randrange(len(programs))].append(Op(kind=kind, part=part, flops=size))
+        elif what < 0.5 and (
+            axis := draw.choice([axis for axis, n in (("pp", stages), ("dp", replicas)) if n > 1] or [""])
+        ):
+            message = {"axis": axis, "ring": True, "microbatch": number, "bytes": size, "part": part}
+            hop, waits = draw.randint(1, 3), draw.random() < 0.3
+            for stage in range(stages) if axis == "pp" else [draw.randrange(stages)]:
+                if hop % {"pp": stages, "dp": replicas}[axis]:
+                    add(stage, Op(kind="send", peer=hop, asynchronous=late, **message))
+                    add(stage, Op(kind="recv", peer=-hop, asynchronous=waits, **message))
         elif what < 0.7 and stages > 1:
             a, b = draw.sample(range(stages), 2)
             message = {"axis": "pp", "microbatch": number, "bytes": size, "part": part}
@@ -92,9 +102,9 @@ def random_plan(draw: random.Random) -> Plan:
 
 
 def seconds_by_op(plan: Plan) -> dict[str, float]:
-    """Seconds by the machine PLAIN, from arithmetic of its own."""
+    """Seconds by the machine PLAIN, from arithmetic of its own; of ops as ranks do them (`Plan.program`)."""
     out = {}
-    for op in (op for program in plan.programs for op in program.ops):
+    for op in (op for rank in range(plan.world_size) for op in plan.program(rank).ops):
         n = plan.mesh.degree(op.axis)
         ring = 2 * (n - 1) / n * op.bytes if op.kind in COLLECTIVES else op.bytes
         out[repr(op)] = float(op.flops) if op.is_compute else ring if op.kind != "recv" else 0.0

@@ -52,6 +52,14 @@ def pieces(ran: Ran) -> list[tuple]:
     return [(ranks[r], CAUSES[c], a, b, None if o < 0 else ran.rank(o)) for r, c, a, b, o in rows]
 
 
+def test_round_a_ring_one_waits_for_the_rank_before_it():
+    """Not for the lowest one that does what that one does: ranks 1 and 3 are late, and rank 0 hears from 3."""
+    ring = "forward flops={}\nsend cp>+1 async\nrecv cp<-1\nforward flops=1\n"
+    ran = ran_of(f"mesh cp=4\nrole 0: ranks 0,2\n{ring.format(1)}role 1: ranks 1,3\n{ring.format(5)}")
+    (gap,) = [gap for gap in largest(ran, idle(ran)) if gap["code"] == "message"]
+    assert (gap["rank"], gap["ranks"], gap["other"], gap["seconds"]) == (0, 2, 3, 4.0)
+
+
 MESSAGE = """
 mesh pp=2
 role 0: ranks 0

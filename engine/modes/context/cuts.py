@@ -21,7 +21,7 @@ from engine.cost.machine import shares_cores
 from engine.job import Job
 from engine.model.decoder import attention_of
 from engine.model.shapes import Layer
-from engine.modes.context.deal import area, area_of_all
+from engine.modes.context.deal import area, area_of_all, blocks, span
 from engine.modes.tensor.cuts import Cut, Way, names_in
 from engine.modes.tensor.pieces import decoder
 from engine.modes.tensor.plan import inside_of
@@ -47,8 +47,24 @@ def own_tokens(job: Job) -> Job:
     return replace(job, layers=tuple(map(own, job.layers)), sample_bytes=job.sample_bytes // ranks)
 
 
+def alike(job: Job) -> tuple[int, ...]:
+    """Of each coordinate on the axis cp the first one whose ranks attend to as many blocks, turn by turn: they do the
+    same."""
+    ranks = job.degree("cp")
+    if job.spec.attention == "ulysses":
+        return (0,) * ranks
+    turns = [blocks(rank, ranks, job.spec.balance) for rank in range(ranks)]
+    return tuple(map(turns.index, turns))
+
+
+def tokens_of(job: Job) -> tuple[str, ...]:
+    """Of each coordinate on the axis cp, which tokens its ranks load, in words; none where they load all."""
+    ranks = job.degree("cp")
+    return tuple(span(rank, ranks, job.spec.context, job.spec.balance) for rank in range(ranks)) if ranks > 1 else ()
+
+
 def forward(job: Job, layer: Layer, rank: int) -> Cut:
-    """`layer`: of `own_tokens`. `rank`: the coordinate on the axis cp."""
+    """`layer`: of `own_tokens`. `rank`: the coordinate on the axis cp, or that of a rank like it (`alike`)."""
     if job.degree("cp") == 1 or not layer.name.startswith("block"):
         return [layer]
     before, after = _around(job, layer)
@@ -165,7 +181,7 @@ def _added(job: Job, layer: Layer, width: int) -> Kernels:
 
 
 def _ring_forward(job: Job, layer: Layer, rank: int) -> Cut:
-    turns, send, recv = _turns(job, layer, rank), *_hops(job, rank)
+    turns, send, recv = _turns(job, layer, rank), *_hops(job)
     cut: Cut = [send("activation", turns[1])]
     for t, turn in enumerate(turns):
         cut.append(turn)
@@ -176,7 +192,7 @@ def _ring_forward(job: Job, layer: Layer, rank: int) -> Cut:
 
 def _ring_backward(job: Job, layer: Layer, rank: int) -> Cut:
     """A sum is of a turn's gradients of keys and values and of those that came from the rank before."""
-    turns, send, recv = _turns(job, layer, rank), *_hops(job, rank)
+    turns, send, recv = _turns(job, layer, rank), *_hops(job)
     width = widths(job)[1]
     added = {"flops": job.tokens * width // 2, "output": (job.tokens, width), "kernels": _added(job, layer, width)}
     sums = [piece(layer, f"sum{t}", **added) for t in range(len(turns))]
@@ -191,12 +207,12 @@ def _ring_backward(job: Job, layer: Layer, rank: int) -> Cut:
     return [*cut, recv("gradient", wanting[-1])]
 
 
-def _hops(job: Job, rank: int) -> tuple[Hop, Hop]:
+def _hops(job: Job) -> tuple[Hop, Hop]:
     """Keys and values, or their gradients: to the next rank, and from the one before. Each is for one piece of work."""
-    ranks, size = job.degree("cp"), _kv_bytes(job)
+    size = _kv_bytes(job)
 
     def hop(kind: str, step: int) -> Hop:
-        known = {"kind": kind, "axis": "cp", "peer": (rank + step) % ranks, "bytes": size}
+        known = {"kind": kind, "axis": "cp", "peer": step, "ring": True, "bytes": size}
         return lambda payload, to: Op(part=to.name, payload=payload, asynchronous=kind == "send", **known)
 
     return hop("send", 1), hop("recv", -1)

@@ -4,6 +4,8 @@ A sequence is cut into equal chunks. Dealt head-tail there are two for each rank
 back: under a causal mask late tokens see more, and so every rank gets as much of both. Without balancing there is one.
 """
 
+import functools
+
 
 def num_chunks(ranks: int, balance: str) -> int:
     return 2 * ranks if balance == "head_tail" else ranks
@@ -23,6 +25,14 @@ def positions(rank: int, ranks: int, context: int, balance: str) -> list[int]:
     """Where in the sequence a rank's tokens stand, in its own order."""
     size = context // num_chunks(ranks, balance)
     return [chunk * size + i for chunk in chunks(rank, ranks, balance) for i in range(size)]
+
+
+@functools.cache
+def blocks(rank: int, ranks: int, balance: str) -> tuple[int, ...]:
+    """How many blocks of a rank's are not masked whole, of each turn of a ring: in turn t it attends to what the rank t
+    places before it has."""
+    own = chunks(rank, ranks, balance)
+    return tuple(len(visible(own, chunks((rank - turn) % ranks, ranks, balance))) for turn in range(ranks))
 
 
 def area(rank: int, other: int, ranks: int, context: int, balance: str) -> int:

@@ -10,8 +10,7 @@ from engine.graph.columns import joined
 from engine.job import Job
 from engine.model import chain
 from engine.model.shapes import Layer
-from engine.modes.context.cuts import own_tokens, summed, ways
-from engine.modes.context.deal import span
+from engine.modes.context.cuts import alike, own_tokens, summed, tokens_of, ways
 from engine.modes.ddp import plan as ddp
 from engine.modes.ddp.buckets import buckets
 from engine.modes.tensor.cuts import Cut, units
@@ -25,9 +24,9 @@ def plan(job: Job, step: int) -> Plan:
     reduces = [op for op in shared if op.kind == "all_reduce"]
     last = [bucket.params[-1] for bucket in buckets(job.layers, job.spec.bucket_mb if step else None)]
     due = dict(zip(last, reduces, strict=True))
-    ranks, samples, own = job.degree("cp"), job.micro_batch, own_tokens(job)
-    programs = []  # each rank has tokens of its own
-    for rank in range(ranks):
+    samples, own, role_of = job.micro_batch, own_tokens(job), alike(job)
+    programs = {}  # of ranks that attend to as many blocks
+    for rank in dict.fromkeys(role_of):
         layers, cuts = own.layers, ways(samples, rank)
         made = {name: each for layer in layers for name, each in _made(cuts[1](own, layer)).items()}
         each = units(own, layers, samples, *cuts)
@@ -40,14 +39,13 @@ def plan(job: Job, step: int) -> Plan:
                     ops += [op, *(due[name] for name in of_piece if name in due)]
             return ops
 
-        where = span(rank, ranks, job.spec.context, job.spec.balance) if ranks > 1 else ""
-        steps = chain.microsteps(own, passes)
         update = [*chain.clip(job.layers, job.spec), chain.optimizer(job.layers, job.spec)]
-        programs.append(joined(chain.loading(steps, where), update))
+        programs[rank] = joined(chain.microsteps(own, passes), update)
     holds = tuple(range(len(job.layers)))
     memory = replica.memory | {"summed": summed(own, samples)}
-    played = tuple(Program(ops, holds, memory) for ops in programs)
-    return Plan(Mesh(("cp",), (ranks,)), played, tuple(range(ranks)), tuple(layer.name for layer in job.layers))
+    played = tuple(Program(ops, holds, memory) for ops in programs.values())
+    roles, names = tuple(map(list(programs).index, role_of)), tuple(layer.name for layer in job.layers)
+    return Plan(Mesh(("cp",), (len(roles),)), played, roles, names, tokens_of(job))
 
 
 def _made(cut: Cut) -> dict[str, list[str]]:

@@ -98,11 +98,11 @@ def sharded(job: Job, mesh: Mesh, units: Sequence[chain.Unit], passes: Passes, *
 
 
 def sharded_programs(
-    job: Job, mesh: Mesh, layers: Sequence[Layer], passes: Passes, *, gathered: int, tokens: str = ""
+    job: Job, mesh: Mesh, layers: Sequence[Layer], passes: Passes, *, gathered: int
 ) -> tuple[list[Program], list[int]]:
-    """Its programs, and which each coordinate on fsdp runs. `tokens`: in words those that are loaded, if not all."""
+    """Its programs, and which each coordinate on fsdp runs."""
     held = dict(enumerate(layers))
-    steps = chain.loading(chain.microsteps(job, passes), tokens)
+    steps = chain.microsteps(job, passes)
     waits = job.microsteps > 1 and not job.spec.sync_every_microstep
     whole = sum(gradient_bytes(job, layer) for layer in trained(held.values())) if waits else 0
     return sharing(job, mesh, held, lambda update: joined(steps, update), {"gathered": gathered}, least=whole)

@@ -15,7 +15,6 @@ from engine.job import Job
 from engine.model import chain
 from engine.model.shapes import FP32, Layer, num_experts
 from engine.modes.context import cuts as context
-from engine.modes.context.deal import span
 from engine.modes.expert import cuts as expert
 from engine.modes.expert import shares
 from engine.modes.sequence import plan as sequence
@@ -28,7 +27,7 @@ from engine.plan import Mesh
 
 
 class Seat(NamedTuple):
-    """Where a rank stands on axes along which not all ranks do the same."""
+    """Where a rank stands on axes along which not all ranks do the same; on cp, the first that does the same."""
 
     cp: int = 0
     expert: int = 0  # among the ranks that share experts out
@@ -36,9 +35,9 @@ class Seat(NamedTuple):
 
 
 def seat_of(job: Job, mesh: Mesh, rank: int) -> Seat:
-    axes = ("cp", job.expert_axis)
-    at = [mesh.coordinate(rank, axis) if mesh.has(axis) else 0 for axis in axes]
-    return Seat(*at, mesh.group(rank, axes[1]) if mesh.has(axes[1]) else (rank,))
+    cp, expert = (mesh.coordinate(rank, axis) if mesh.has(axis) else 0 for axis in ("cp", job.expert_axis))
+    sharing = mesh.group(rank, job.expert_axis) if mesh.has(job.expert_axis) else (rank,)
+    return Seat(context.alike(job)[cp], expert, sharing)
 
 
 def held(job: Job, seat: Seat) -> tuple[Layer, ...]:
@@ -114,12 +113,6 @@ def output_of(job: Job, layer: Layer) -> Layer:
 def _sending(job: Job, layer: Layer) -> Cut:
     """Forward of a rank to whose experts as many tokens come as it sends."""
     return expert.forward(job, layer, job.routed_tokens * job.spec.top_k, 1)
-
-
-def tokens_of(job: Job, seat: Seat) -> str:
-    """Which tokens a rank loads, in words; none where it loads all."""
-    ranks = job.degree("cp")
-    return span(seat.cp, ranks, job.spec.context, job.spec.balance) if ranks > 1 else ""
 
 
 def ways(job: Job, samples: int, place: int) -> tuple[Way, Way]:

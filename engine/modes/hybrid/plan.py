@@ -12,11 +12,11 @@ from engine.graph.columns import joined
 from engine.job import Job
 from engine.model import chain
 from engine.model.presets import family
-from engine.modes.context.cuts import own_tokens, summed
+from engine.modes.context.cuts import alike, own_tokens, summed, tokens_of
 from engine.modes.expert import plan as expert
 from engine.modes.fsdp.plan import passes_twice, shard_of, sharded_programs, sharing
 from engine.modes.fsdp.replicas import is_shared
-from engine.modes.hybrid.cuts import Seat, held, seat_of, tokens_of, units_of
+from engine.modes.hybrid.cuts import Seat, held, seat_of, units_of
 from engine.modes.hybrid.stages import in_stages
 from engine.modes.tensor.shards import gradient_bytes
 from engine.plan import AXES, Mesh, Op, Plan, Program
@@ -28,12 +28,13 @@ def plan(job: Job, step: int) -> Plan:
         return expert.on_mesh(job, mesh, step)
     apart = job.routed is not None and job.expert_axis != ""  # each rank gets tokens of its own number
     made: dict[tuple[Seat, int], list[Program]] = {}  # (seat, rank of a pipeline) -> of each coordinate on fsdp
-    axes = [axis for axis in mesh.axes if apart or axis in ("pp", "cp", "fsdp")]  # along which programs differ
-    places = np.stack([np.zeros(mesh.size, dtype=np.int64), *(_coordinates(mesh, axis) for axis in axes)])
+    axes = [axis for axis in mesh.axes if apart or axis in ("pp", "fsdp")]  # along which programs differ
+    like = np.array(alike(job))[_coordinates(mesh, "cp")]  # of each rank, the first place on cp that does as it does
+    places = np.stack([like, *(_coordinates(mesh, axis) for axis in axes if axis != "cp")])
     _, first, kind = np.unique(places, axis=1, return_index=True, return_inverse=True)
     played: dict[int, Program] = {}
     for rank in sorted(first.tolist()):
-        seat, at = seat_of(job, mesh, rank) if apart else Seat(cp=_at(mesh, rank, "cp")), _at(mesh, rank, "pp")
+        seat, at = seat_of(job, mesh, rank) if apart else Seat(cp=int(like[rank])), _at(mesh, rank, "pp")
         if (seat, at) not in made:
             made |= {(seat, i): new for i, new in _made(own, mesh, seat, [at] if apart else range(job.degree("pp")))}
         played[rank] = made[seat, at][shard_of(mesh, rank)]
@@ -41,7 +42,7 @@ def plan(job: Job, step: int) -> Plan:
     number = {name: i for i, name in enumerate(programs)}
     of_rank = np.array([number[id(played[rank])] for rank in first.tolist()])[kind.reshape(-1)]
     names = tuple(layer.name for layer in job.layers)
-    return Plan(mesh, tuple(programs.values()), tuple(of_rank.tolist()), names)
+    return Plan(mesh, tuple(programs.values()), tuple(of_rank.tolist()), names, tokens_of(job))
 
 
 def _made(job: Job, mesh: Mesh, seat: Seat, ranks: Iterable[int]) -> Iterator[tuple[int, list[Program]]]:
@@ -60,7 +61,7 @@ def mesh_of(job: Job) -> Mesh:
 
 def _coordinates(mesh: Mesh, axis: str) -> np.ndarray:
     """Of every rank."""
-    return np.arange(mesh.size) // mesh.stride(axis) % mesh.degree(axis)
+    return mesh.coordinate(np.arange(mesh.size), axis) if mesh.has(axis) else np.zeros(mesh.size, dtype=np.int64)
 
 
 def _at(mesh: Mesh, rank: int, axis: str) -> int:
@@ -69,7 +70,7 @@ def _at(mesh: Mesh, rank: int, axis: str) -> int:
 
 def _whole(job: Job, mesh: Mesh, seat: Seat) -> tuple[list[Program], list[int]]:
     """The programs of ranks with all layers, and which of them each coordinate on fsdp runs."""
-    layers, tokens = held(job, seat), tokens_of(job, seat)
+    layers = held(job, seat)
     turns = range(job.microsteps if job.routed is not None else 1)  # where tokens go is known of each
     units = [units_of(job, layers, job.micro_batch, seat, turn=k) for k in turns]
     if is_shared(mesh):
@@ -81,9 +82,8 @@ def _whole(job: Job, mesh: Mesh, seat: Seat) -> tuple[list[Program], list[int]]:
 
         # With master weights, replicas as Megatron-LM has them.
         gathered = 0 if job.spec.master_weights and mesh.degree("fsdp") == 1 else each[0][1]
-        return sharded_programs(job, mesh, layers, passes, gathered=gathered, tokens=tokens)
+        return sharded_programs(job, mesh, layers, passes, gathered=gathered)
     steps = chain.microsteps(job, lambda k, synced: _alone(units[k % len(units)]))
-    steps = chain.loading(steps, tokens)
     sums = [op for unit in units[0] for op in unit.sums]
     whole = sum(gradient_bytes(job, layer) for layer in layers)
     known = {"memory": {"gathered": 0}, "least": whole}

@@ -18,7 +18,7 @@ from engine.modes.context.cuts import summed
 from engine.modes.fsdp.plan import gather, reduce, sharing
 from engine.modes.fsdp.replicas import is_shared
 from engine.modes.fsdp.units import gathered_bytes, padded_bytes
-from engine.modes.hybrid.cuts import Seat, held, output_of, tokens_of, units_of
+from engine.modes.hybrid.cuts import Seat, held, output_of, units_of
 from engine.modes.hybrid.whole import most_gathered, most_gradients
 from engine.modes.pipeline.memory import beside
 from engine.modes.pipeline.passes import halves, recomputes, samples_of
@@ -61,7 +61,7 @@ def in_stages(
                 known = {"turn": turn, "split": split, "local": stage + 1 in stages}
                 of_turn = _passes(job, mesh, layers, stage, made[stage], seat, blocks, **known)
                 passes |= {(_turned(kind, turn), stage): ops for (kind, stage), ops in of_turn.items()}
-        before = [replace(op, part=tokens_of(job, seat)) for op in load(job, stages, pipelines)]
+        before = load(job, stages, pipelines)
         sums = [] if is_shared(mesh) else [op for stage in stages for op in passes["sums", stage]]
 
         def unrolled(row: Sequence[Action], passes=passes, apart=apart, **ends: Sequence[Op]) -> Sequence[Op]:
