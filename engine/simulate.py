@@ -12,7 +12,7 @@ import numpy as np
 from engine.asking.slow import Slow
 from engine.cost.collectives import busy_cores, communication_seconds, rounds_and_bytes
 from engine.cost.compute import compute_seconds
-from engine.cost.contention import CHANNELS, slowed
+from engine.cost.contention import CHANNELS, hidden, slowed
 from engine.cost.held import OverTime, memory_of, over_time
 from engine.cost.local import local_leads, local_seconds
 from engine.cost.machine import Machine
@@ -191,6 +191,8 @@ def durations(graph: Graph, machine: Machine, slow: Slow = NOTHING) -> np.ndarra
     of_node = np.array(seconds, dtype=np.float64)[graph.which]
     if machine.sms:
         _crowd(graph, of_node, CHANNELS / machine.sms)
+    if machine.overlaps_exchanges:
+        _hide(graph, of_node)
     uneven = np.array([op.kind == "all_to_all" for op in graph.templates], dtype=bool)[graph.which]
     if uneven.any():  # members may give more than others: it takes as long as the most takes
         calls, longest = graph.meets[uneven], of_node.copy()
@@ -209,6 +211,19 @@ def _crowd(graph: Graph, seconds: np.ndarray, share: float) -> None:
             after = slice(first + own[0], end)
             columns = (column[after].tolist() for column in (seconds, background, computes))
             seconds[after] = slowed(*columns, share)
+
+
+def _hide(graph: Graph, seconds: np.ndarray) -> None:
+    """Exchanges among experts beside passes of another micro-batch take what of them is waited for."""
+    of = {
+        "exchanges": [op.kind == "all_to_all" and op.payload != "control" for op in graph.templates],
+        "forward": [op.kind == "forward" for op in graph.templates],
+        "backward": [op.kind.startswith(("backward", "recompute")) for op in graph.templates],
+    }
+    columns = {name: np.array(values, dtype=bool)[graph.which] for name, values in of.items()}
+    for first, end in pairwise(graph.first):
+        own = {name: column[first:end].tolist() for name, column in columns.items()}
+        seconds[first:end] = hidden(seconds[first:end].tolist(), **own)
 
 
 def _bytes_sent(graph: Graph) -> list[float]:

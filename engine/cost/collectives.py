@@ -45,6 +45,9 @@ TREE_TENTHS = {
 # ms for 10.5 and 12.6 MB, in one hop of 15 or of 10 over a network, of which the links take 0.07 and 0.10. (Inside of a
 # node, with 25 and 28 MB, 0.42 and 0.48 are left; the less is taken.)
 HOST_WAIT = 3e-4
+# Of a ring's rate, what NCCL's exchange of each with each reaches: 0.597 of 900 GB/s among 8 B200s, where gathers reach
+# 0.673 (SimuMax, configs/system/b200_bf16_ceperm.json).
+EXCHANGE_RATE = 0.597 / 0.673
 # NCCL's three protocols (graph/tuning.cc). LL sends words of 4 bytes, each with a flag of 4, LL128 lines of 120 bytes
 # with a flag of 8: a hop takes the latency of a word or a line, a call that of a call in chunks and this much more.
 # Simple sends whole chunks: a hop takes the latency of a chunk.
@@ -118,7 +121,9 @@ def collective_seconds(op: Op, group: Sequence[int] | int, machine: Machine) -> 
         return 0.0
     spans = _spanned(ranks, machine)
     if op.kind == "all_to_all":
-        return machine.call_overhead + direct(op, [(joined, _in_chunks(link)) for joined, link in spans])
+        chunks = [(joined, _in_chunks(link)) for joined, link in spans]
+        routed = machine.sent_once if op.payload in ("tokens", "gradient") else 0
+        return machine.call_overhead + (once(op, chunks, routed) if routed else direct(op, chunks))
     if not machine.trees:
         return machine.call_overhead + ring(op, spans)
     in_node = spans[0][1] == machine.tiers[0][1] and bool(machine.outer)
@@ -250,12 +255,26 @@ def _round(size: int, places: int, chunks: Sequence[tuple[int, int]]) -> float:
     return min(max(1, size), places * next(chunk for chunk, rounds in chunks if size >= rounds * places * chunk))
 
 
+def once(op: Op, spans: Spans, copies: int) -> float:
+    """Tokens of which each goes to so many experts, at random, that the ranks share out: once to each node that has one
+    of them, and from there once to each device (DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.2; DeepEP, HybridEP).
+    `op.bytes` are those of all copies."""
+    total, inside, slowest, latency = spans[-1][0], 1, 0.0, 0.0
+    for joined, link in spans:
+        units = total / inside  # devices, then nodes: a token goes to another one with this probability
+        reached = (units - 1) * (1 - (1 - 1 / units) ** copies)
+        slowest = max(slowest, reached * op.bytes / copies / link.rate)
+        latency += (joined - inside) * link.latency
+        inside = joined
+    return latency + slowest
+
+
 def direct(op: Op, spans: Spans) -> float:
     """Each rank sends its n-1 parts at once; those for another node leave through its own card, and the slowest tier
     decides. Rounds cost a latency each, as many as are sent one after the other."""
     total, inside, slowest, latency = spans[-1][0], 1, 0.0, 0.0
     for joined, link in spans:
-        share = (joined - inside) / total
+        share = (joined - inside) / total / (1.0 if link.chunk is None else EXCHANGE_RATE)
         slowest = max(slowest, share * op.bytes / link.rate)
         latency += (joined - inside) * link.latency
         inside = joined

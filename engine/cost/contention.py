@@ -25,3 +25,19 @@ def slowed(seconds: Sequence[float], background: Sequence[bool], computes: Seque
             out[i] = both if both <= waiting else length + waiting * share
             waiting = max(0.0, waiting - out[i])
     return out
+
+
+def hidden(
+    seconds: Sequence[float], exchanges: Sequence[bool], forward: Sequence[bool], backward: Sequence[bool]
+) -> list[float]:
+    """Exchanges among experts that travel beside passes of another micro-batch, which a rank computes in turns with
+    this one's (Megatron-LM, overlap_moe_expert_parallel_comm; DualPipe: DeepSeek-AI 2024, arXiv:2412.19437, section
+    3.2.1): -> what of them is waited for. From a rank's first backward pass to its last forward pass that is what they
+    take longer than all that it computes meanwhile; before and after it has nothing else to do."""
+    begins = next((i for i, yes in enumerate(backward) if yes), len(seconds))
+    ends = max((i for i, yes in enumerate(forward) if yes), default=-1)
+    steady = range(begins, ends + 1)
+    computed = sum(seconds[i] for i in steady if forward[i] or backward[i])
+    sent = sum(seconds[i] for i in steady if exchanges[i])
+    left = max(0.0, 1 - computed / sent) if sent else 0.0
+    return [length * left if exchanges[i] and i in steady else length for i, length in enumerate(seconds)]

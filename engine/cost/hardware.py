@@ -123,6 +123,9 @@ class Machine:
     copies_tokens: bool = False  # tokens of tensor ranks are copied once gathered and before they are scattered
     stepwise_loss: bool = False  # each operation of a loss is a kernel, as in Megatron-LM
     fills: bool = False  # what a kernel writes is filled before, as PyTorch does where it has to be deterministic
+    fused_experts: bool = False  # products of all experts of a rank are one kernel
+    overlaps_exchanges: bool = False  # among experts, beside passes of another micro-batch
+    sent_once: int = 0  # copies of a token to experts, of which one goes to each device, and to each node; 0: all go
     unfused: float = 1.0  # how often what kernels besides products move is moved where each operation is a kernel
     load_rate: float = math.inf  # bytes a second at which a device gets its samples from its host
     precision: str | None = None  # in which it computes, where that was chosen

@@ -37,6 +37,10 @@ FLASH_BLOCK = 128
 # inferred from published rows with heads of 108, and held to others, with heads of 150 (docs/decisions/published.md).
 ALIGNMENT, UNALIGNED, UNALIGNED_BATCH = 16, 0.25, 1 / 16
 FP32 = 4  # bytes
+# Products of experts, each with its own matrix, are launched one by one (Transformer Engine's GroupedLinear: cuBLAS on
+# four streams): none takes less than its host needs for it. 160 products of [154, 1536] and [1536, 5120] took 9 us each
+# on a B200, and 80 of twice as many tokens too (SimuMax, configs/system/b200_bf16_ceperm.json, group_matmul).
+LAUNCHED_EACH = 9e-6
 
 
 @functools.lru_cache(maxsize=65_536)  # layers of a model share their kernels
@@ -57,14 +61,24 @@ def _working(kernel: Kernel, machine: Machine) -> float:
         moved = machine.unfused * kernel.bytes + (kernel.stepwise if machine.stepwise_loss else 0)
         return moved / (ELEMENTWISE * machine.memory_rate)
     if kernel.kind == MATMUL:
-        product = max(_product(kernel, machine), _traffic(kernel) / machine.memory_rate)
-        return product + _cast(kernel, machine)
+        return _multiplying(kernel, machine) + _cast(kernel, machine)
     masked = 1 + FLASH_BLOCK / kernel.n if kernel.half else 1.0
     rate = machine.flash_rate * FLASH[kernel.kind] / (machine.fp16_gain if kernel.item == FP32 else 1.0)
     work = kernel.flops * min(2.0, masked) / rate
     tensors = 4 if kernel.kind == ATTENTION else 8  # q, k, v and the output; backward all of them and their gradients
     traffic = tensors * kernel.item * kernel.batch * kernel.m * kernel.k
     return max(work, traffic / machine.memory_rate)
+
+
+def _multiplying(kernel: Kernel, machine: Machine) -> float:
+    """Of experts a gradient is added to what is there when its products are through: each has few tokens to sum over,
+    and a large result. 16 such products on a B200 took as long as both one after the other (SimuMax, the same file)."""
+    moving, experts = _traffic(kernel) / machine.memory_rate, kernel.weight and kernel.batch > 1
+    if experts and kernel.of_weight:
+        seconds = _product(kernel, machine, beside=0) + moving
+    else:
+        seconds = max(_product(kernel, machine, BESIDE), moving)
+    return max(seconds, kernel.batch * LAUNCHED_EACH) if experts and not machine.fused_experts else seconds
 
 
 def _written(kernel: Kernel, stepwise: bool) -> float:
@@ -77,9 +91,10 @@ def _written(kernel: Kernel, stepwise: bool) -> float:
     return (1 if kernel.kind == ATTENTION else 3) * kernel.item * kernel.batch * kernel.m * kernel.k
 
 
-def _product(kernel: Kernel, machine: Machine) -> float:
+def _product(kernel: Kernel, machine: Machine, beside: float) -> float:
+    """`beside`: terms of a sum that what a tile does besides takes as long as, in 16 bits."""
     one = _rate(kernel, machine) / machine.sms  # of a multiprocessor
-    beside = BESIDE * (machine.fp8_gain / machine.bf16_gain if _in_8_bits(kernel, machine) else 1.0)
+    beside *= machine.fp8_gain / machine.bf16_gain if _in_8_bits(kernel, machine) else 1.0
     best = math.inf
     for rows, columns, rate in TILES:
         tiles = kernel.batch * math.ceil(kernel.m / rows) * math.ceil(kernel.n / columns)
@@ -106,8 +121,10 @@ def _cast(kernel: Kernel, machine: Machine) -> float:
 
 
 def _aligned(kernel: Kernel) -> bool:
-    """Whether rows of the operands begin at multiples of what a tensor core's loads take."""
-    return all(size * kernel.item % ALIGNMENT == 0 for size in (kernel.n, kernel.k))
+    """Whether rows of the operands begin at multiples of what a tensor core's loads take: of a weight's gradient these
+    are what a token is given and what becomes of it, and the sum goes over tokens."""
+    rows = (kernel.n, kernel.m if kernel.of_weight else kernel.k)
+    return all(size * kernel.item % ALIGNMENT == 0 for size in rows)
 
 
 def _traffic(kernel: Kernel) -> float:

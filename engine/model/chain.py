@@ -229,7 +229,7 @@ def optimizer(layers: Sequence[Layer], spec: Spec) -> Op:
     copies = OPTIMIZER_COPIES[spec.optimizer]
     traffic = size * (3 + 2 * copies)
     if spec.master_weights:  # the fp32 ones are read and written, and copied to those that compute
-        traffic = numbers * FP32 * (3 + 2 * copies) // _sharing(spec) + size
+        traffic = _shared_out(layers, spec) * FP32 * (3 + 2 * copies) + size
     return Op(kind="optimizer", bytes=traffic, flops=numbers * OPTIMIZER_FLOPS[spec.optimizer])
 
 
@@ -258,8 +258,8 @@ def standing_memory(layers: Sequence[Layer], spec: Spec) -> dict[str, int]:
     size, layers = sum(layer.param_bytes for layer in layers), trained(layers)
     if spec.master_weights:
         numbers = FP32 * sum(layer.num_params for layer in layers)
-        state = numbers * (1 + OPTIMIZER_COPIES[spec.optimizer])
-        held = {"parameters": size, "gradients": numbers, "optimizer": math.ceil(state / _sharing(spec))}
+        state = FP32 * (1 + OPTIMIZER_COPIES[spec.optimizer]) * _shared_out(layers, spec)
+        held = {"parameters": size, "gradients": numbers, "optimizer": state}
         return held | {"weight gradients": made_in(layers)}
     counters = STEP_COUNTER[spec.optimizer] * sum(len(layer.params) for layer in layers)
     learned = sum(layer.param_bytes for layer in layers)
@@ -267,9 +267,15 @@ def standing_memory(layers: Sequence[Layer], spec: Spec) -> dict[str, int]:
     return {"parameters": size, "gradients": learned, "optimizer": copies + counters}
 
 
-def _sharing(spec: Spec) -> int:
-    """Ranks that share the optimizer's state: replicas, and those that have tokens of the same sequences."""
-    return degree(spec, "dp") * degree(spec, "cp") if spec.share_optimizer else 1
+def _shared_out(layers: Sequence[Layer], spec: Spec) -> int:
+    """Parameters of which a rank has the optimizer's state. Replicas share it, and those that have tokens of the same
+    sequences; and of all but experts those, too, that share these out."""
+    numbers = sum(layer.num_params for layer in layers)
+    if not spec.share_optimizer:
+        return numbers
+    replicas = degree(spec, "dp") * degree(spec, "cp")
+    experts = sum(layer.num_expert_params for layer in layers)
+    return math.ceil(experts / replicas) + math.ceil((numbers - experts) / (replicas * degree(spec, "ep")))
 
 
 def made_in(layers: Sequence[Layer]) -> int:

@@ -98,9 +98,14 @@ class Decoder:
 
     def attention_flops(self, ranks: int = 1) -> int:
         """Matrices, and scores and weighted sum over the full square of tokens."""
-        c, own, (shared, whole) = self.context, self.latent, self.attention_products()
-        width = self.heads * (own.plain + own.rotary + own.value) // 2 if own else self.queries()
-        return 2 * c * whole + (2 * c * shared + 2 * 2 * c * c * width) // ranks
+        c, (shared, whole) = self.context, self.attention_products()
+        return 2 * c * whole + (2 * c * shared + 2 * 2 * c * c * self.scores_width()) // ranks
+
+    def scores_width(self) -> int:
+        """Of all heads, numbers that a query is multiplied with for a score, or a score with for the weighted sum: the
+        mean of the two."""
+        own = self.latent
+        return self.heads * (own.plain + own.rotary + own.value) // 2 if own else self.queries()
 
     def attention_saved(self, ranks: int = 1) -> int:
         """Queries, keys and values, and attention's output; and what is between them."""

@@ -33,6 +33,7 @@ class Latent:
 
 GPT = {"positions": "learned", "activation": "gelu", "tied": True}
 LLAMA = {"positions": "rotary", "activation": "swiglu", "tied": False}
+QWEN3 = LLAMA | {"kv_heads": 4, "head_dim": 128, "vocabulary": 151_936, "context": 4096, "experts": 128, "top_k": 8}
 LLAMA3 = LLAMA | {"kv_heads": 8, "vocabulary": 128_256, "context": 8192}
 
 PRESETS = {
@@ -69,6 +70,29 @@ PRESETS = {
         46.7e9,
         "Jiang et al. 2024, arXiv:2401.04088, table 1; parameters: the announcement of the model",
     ),
+    "qwen3_30b": Preset(
+        "moe",
+        QWEN3 | {"layers": 48, "hidden": 2048, "heads": 32, "ffn": 768},
+        30.53e9,
+        "Yang et al. 2025, arXiv:2505.09388, table 2; widths and vocabulary: config.json of Qwen/Qwen3-30B-A3B; "
+        "parameters: its files",
+    ),
+    "qwen3_235b": Preset(
+        "moe",
+        QWEN3 | {"layers": 94, "hidden": 4096, "heads": 64, "ffn": 1536},
+        235.1e9,
+        "Yang et al. 2025, arXiv:2505.09388, table 2; widths and vocabulary: config.json of Qwen/Qwen3-235B-A22B; "
+        "parameters: its files",
+    ),
+    "deepseek_v2": Preset(
+        "moe",
+        LLAMA
+        | {"layers": 60, "hidden": 5120, "heads": 128, "ffn": 1536, "vocabulary": 102_400, "context": 4096}
+        | {"experts": 160, "top_k": 6, "shared_experts": 2, "dense_layers": 1, "dense_ffn": 12_288},
+        235.7e9,
+        "DeepSeek-AI 2024, arXiv:2405.04434, section 3.1.2; the dense block's width: config.json of "
+        "deepseek-ai/DeepSeek-V2; parameters: its files",
+    ),
     "deepseek_v3": Preset(
         "moe",
         LLAMA
@@ -77,8 +101,18 @@ PRESETS = {
         671e9,
         "DeepSeek-AI 2024, arXiv:2412.19437, section 4.2; without the module that predicts a second token",
     ),
+    "kimi_k2": Preset(
+        "moe",
+        LLAMA
+        | {"layers": 61, "hidden": 7168, "heads": 64, "ffn": 2048, "vocabulary": 163_840, "context": 4096}
+        | {"experts": 384, "top_k": 8, "shared_experts": 1, "dense_layers": 1, "dense_ffn": 18_432},
+        1.026e12,
+        "Kimi Team 2025, arXiv:2507.20534, table 2; the dense block's width and the vocabulary: config.json of "
+        "moonshotai/Kimi-K2-Base; parameters: its files",
+    ),
 }
-LATENT = {"deepseek_v3": Latent(1536, 512, 128, 64, 128)}  # arXiv:2412.19437, section 4.2
+# arXiv:2405.04434, section 3.1.2; arXiv:2412.19437, section 4.2; Kimi K2 has the latter's (its config.json).
+LATENT = dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), Latent(1536, 512, 128, 64, 128))
 
 
 def family(model: str) -> str:

@@ -59,6 +59,10 @@ class Layer:
         return _count(self.params)
 
     @property
+    def num_expert_params(self) -> int:
+        return _count(tuple((name, shape) for name, shape in self.params if name.startswith("experts.")))
+
+    @property
     def param_bytes(self) -> int:
         return self.item * self.num_params
 

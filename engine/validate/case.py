@@ -10,7 +10,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from engine.model.presets import PRESETS
 from engine.validate import words
+from engine.validate.named import name_of, preset_of
 from engine.validate.rows import MEASURED, Row, Unusable
 from engine.validate.sources import as_its_source
 from engine.validate.stacks import stack_of
@@ -26,6 +28,7 @@ class Case:
     """One training, in numbers. Degrees multiply to `devices`; batches are in sequences."""
 
     row: Row
+    preset: str | None = None  # the published model that it is, with sizes that have no field here
     layers: int
     hidden: int
     heads: int
@@ -37,6 +40,7 @@ class Case:
     tied: bool
     experts: int = 0
     top_k: int = 0
+    dense_layers: int = 0  # of those with experts, the first that have none
     devices: int
     tp: int
     pp: int
@@ -81,10 +85,10 @@ class Predicted(NamedTuple):
 def case_of(row: Row) -> Case:
     if row.kind != MEASURED:
         raise Unusable("not a measurement but worked out or read off a figure", row.kind)
-    if not row.model or not any(row.model.get(name) is not None for name in SHAPE[:3]):
-        raise Unusable("the row gives no shape of its model", str(row.model.get("name") or row.model.get("arch") or ""))
-    _strict(row)
     row, corrected = as_its_source(row)
+    if preset_of(row.model) is None and not any(row.model.get(name) is not None for name in SHAPE[:3]):
+        raise Unusable("the row gives no shape of its model", name_of(row.model))
+    _strict(row)
     inferred = [*corrected]
     shape = _model(row, inferred)
     layout = _layout(row, inferred)
@@ -106,8 +110,6 @@ def _strict(row: Row) -> None:
         raise Unusable("the source changed the model's architecture", "parallel block and sliding-window attention")
     if "_megascale_" in row.id:
         raise Unusable("the source changed the model's architecture", "MegaScale's own rows, by their name")
-    if str(row.model.get("arch") or "").lower().startswith("deepseek"):
-        raise Unusable("latent attention and shared experts cannot be written as a Spec from a row's numbers")
     change = re.search(r"cumulative ablation \+(.+)", row.notes)
     if change:
         raise Unusable("the source changed the model's architecture or its kernels, step by step", change[1])
@@ -133,6 +135,8 @@ def words_of(part: dict[str, Any], name: str) -> str | None:
 
 def _model(row: Row, inferred: list[str]) -> dict[str, Any]:
     model = row.model
+    if (preset := preset_of(model)) is not None:
+        return _published(model, preset)
     sizes = {name: whole(model, name) for name in SHAPE}
     missing = [name for name, value in sizes.items() if value is None]
     if missing:
@@ -172,6 +176,20 @@ def _model(row: Row, inferred: list[str]) -> dict[str, Any]:
         "tied": bool(model.get("tied_embeddings")),
         "experts": experts,
         "top_k": top_k or 0,
+    }
+
+
+def _published(model: dict[str, Any], preset: str) -> dict[str, Any]:
+    """A model by its name, of as many layers and tokens as the row has."""
+    known = PRESETS[preset].sizes
+    return {
+        "preset": preset,
+        "layers": whole(model, "layers", known["layers"]),
+        "context": whole(model, "seq_len", known["context"]),
+        "dense_layers": whole(model, "dense_layers", known.get("dense_layers", 0)),
+        "kv_heads": known.get("kv_heads", known["heads"]),
+        "gated": known["activation"] == "swiglu",
+        **{name: known[name] for name in ("hidden", "heads", "ffn", "vocabulary", "tied", "experts", "top_k")},
     }
 
 
@@ -269,8 +287,11 @@ def _schedule(row: Row, pp: int, microbatches: int, inferred: list[str]) -> dict
 
 def _texts(row: Row, layout: dict[str, Any], inferred: list[str]) -> dict[str, Any]:
     name = words_of(row.hardware, "gpu") or ""
-    per_node = whole(row.hardware, "nvlink_domain") or whole(row.hardware, "gpus_per_node")
     device = words.device(name)
+    per_node = whole(row.hardware, "nvlink_domain") or whole(row.hardware, "gpus_per_node")
+    if device in words.RACKS and per_node == words.TRAY:
+        per_node = words.RACKS[device]
+        inferred.append(f"{per_node} devices joined by NVLink: trays of {words.TRAY} are of a rack")
     if per_node is None:
         per_node = PER_NODE
         inferred.append(f"{PER_NODE} devices in a node")

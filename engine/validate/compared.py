@@ -37,7 +37,8 @@ class Compared:
     @property
     def part(self) -> tuple[str, str]:
         """What the one-constant model has a constant of its own for, within a set."""
-        return str(self.row.hardware.get("gpu") or ""), str(self.row.precision or "")
+        experts = "" if self.case.dense else ", with experts"
+        return str(self.row.hardware.get("gpu") or ""), f"{self.row.precision or ''}{experts}"
 
     @property
     def fitted(self) -> bool:

@@ -8,21 +8,43 @@ and MaxText, count causal attention: half of the square.
 
 from __future__ import annotations
 
+from engine.model.decoder import Decoder
+from engine.model.presets import PRESETS
+from engine.spec import Spec
 from engine.validate.case import Case
 
 FORWARD_AND_BACKWARD = 3  # a backward pass has two products for each product of the forward
 
 
 def block_products(case: Case) -> float:
-    """Of one sequence through one block's matrices, forward."""
+    """Of one sequence through one block's matrices, forward; with experts, through those that a token goes to, on
+    average over blocks with and without."""
+    if case.preset:
+        return _published_products(case)
     h, kept = case.hidden, case.kv_heads / case.heads
-    matrices = 2 * h * h + 2 * h * h * kept + (3 if case.gated else 2) * h * case.ffn
-    return 2.0 * case.context * matrices
+    matrices = 2 * h * h + 2 * h * h * kept + (3 if case.gated else 2) * h * case.ffn * max(1, case.top_k)
+    return 2.0 * case.context * (matrices + h * case.experts)
+
+
+def _published_products(case: Case) -> float:
+    """Its experts, those that all tokens go to, and its router, or a dense feed-forward part, behind its attention."""
+    sizes, h = PRESETS[case.preset].sizes, case.hidden
+    routed = (case.top_k + sizes.get("shared_experts", 0)) * 3 * h * case.ffn + h * case.experts
+    dense = 3 * h * sizes.get("dense_ffn", 0)
+    inside = (case.dense_layers * dense + (case.layers - case.dense_layers) * routed) / case.layers
+    return 2.0 * case.context * (sum(_decoder(case).attention_products()) + inside)
 
 
 def attention_products(case: Case, *, causal: bool) -> float:
     """Of one sequence in one block, forward: scores and the weighted sum."""
-    return 2 * 2.0 * case.context**2 * case.hidden * (0.5 if causal else 1.0)
+    width = case.hidden
+    if case.preset:
+        width = _decoder(case).scores_width()
+    return 2 * 2.0 * case.context**2 * width * (0.5 if causal else 1.0)
+
+
+def _decoder(case: Case) -> Decoder:
+    return Decoder.of(Spec(model=case.preset, **PRESETS[case.preset].sizes), 2)
 
 
 def step_flops(case: Case, *, causal: bool = False, recompute: bool = True) -> float:

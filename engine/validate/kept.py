@@ -65,7 +65,7 @@ def write(report: dict[str, Any], measured: Path, path: Path, command: str, day:
         "file": measured.name,
         "sha256": hashlib.sha256(measured.read_bytes()).hexdigest(),
     }
-    short = {name: report[name] for name in ("entries", "used", "not_used", "overall", "targets")}
+    short = {name: report[name] for name in ("entries", "used", "not_used", "overall", "overall_experts", "targets")}
     lines = {
         "made": _line(made),
         "report": _line(short),
@@ -87,8 +87,8 @@ def read(path: Path = SHIPPED) -> Kept:
 
 def _short(each: dict[str, Any]) -> dict[str, Any]:
     """A set without what only a terminal shows: reasons keep how many rows they have, families their sums."""
-    kept = {name: each[name] for name in ("set", "rows", "used", "fitted", "fitted_rows", "weak", "time", "memory")}
-    kept["collectives"] = each["collectives"]
+    same = ("set", "rows", "used", "fitted", "fitted_rows", "weak", "dense", "time", "time_of_experts", "memory")
+    kept = {name: each[name] for name in (*same, "collectives")}
     kept["not_used"] = [{"reason": why["reason"], "rows": why["rows"]} for why in each["not_used"]]
     kept["layouts"] = (found := each["layouts"]) and {
         **{name: found[name] for name in ("rows", "spearman", "worst_regret")}, "families": len(found["families"]),
@@ -109,7 +109,7 @@ def _lines(values: Iterable[Any]) -> str:
 
 
 def _line(value: Any) -> str:
-    return json.dumps(rounded(value), ensure_ascii=False, allow_nan=False)
+    return json.dumps(rounded(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def rounded(value: Any) -> Any:

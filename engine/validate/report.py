@@ -45,12 +45,14 @@ def validate(
     for call in calls:
         calls_of[call.row.group].append(call)
     groups = dict.fromkeys([*(row.group for row in published.rows), *unused])
-    new = [each for each in used if each.time and not each.fitted and not each.weak and each.case.dense]
+    counted = [each for each in used if each.time and not each.fitted and not each.weak]
+    new, routed = ([each for each in counted if each.case.dense == dense] for dense in (True, False))
     report = {
         "entries": len(published.rows) + len(published.broken),
         "used": len(used) + len(calls),
         "not_used": len(not_used),
         "overall": _time(new, floors),
+        "overall_experts": _time(routed, floors),
         "overall_of": "rows whose figures were read in the source, of dense models, and not fitted",
         "sets": [_set(name, by_group[name], calls_of[name], unused[name], floors) for name in groups],
         "published_floor": published.meta.get("floor_model", {}),
@@ -109,6 +111,8 @@ def _set(
 ) -> dict[str, Any]:
     timed = [each for each in used if each.time]
     new = [each for each in timed if not each.fitted]
+    routed = [each for each in new if not each.case.dense]
+    alike = [each for each in new if each.case.dense] or new or timed  # a set is judged by one kind of model
     parts = defaultdict(list)
     for each in used:
         parts[each.part].append(each)
@@ -121,7 +125,9 @@ def _set(
         "fitted": bool(timed) and not new,
         "fitted_rows": len(timed) - len(new),
         "weak": bool(used) and all(each.weak for each in used),
-        "time": _time(new or timed, floors),
+        "dense": any(each.case.dense for each in used),
+        "time": _time(alike, floors),
+        "time_of_experts": _time(routed, floors) if alike is not new and routed else None,
         "time_of_fitted": _time([each for each in timed if each.fitted], floors) if new else None,
         "memory": _memory(used),
         "collectives": statistics.errors([call.predicted for call in calls], [call.measured for call in calls]),
@@ -129,10 +135,10 @@ def _set(
             {"gpu": gpu, "precision": precision, "time": _time([e for e in part if e.time], floors)}
             for (gpu, precision), part in parts.items()
         ],
-        "layouts": families.layouts(new or timed),
-        "schedules": families.schedules(new or timed),
-        "scaling": families.scaling(new or timed),
-        "explained": explain(new or timed),
+        "layouts": families.layouts(alike),
+        "schedules": families.schedules(alike),
+        "scaling": families.scaling(alike),
+        "explained": explain(alike),
         "inferred": dict(Counter(text for each in [*used, *calls] for text in each.inferred)),
     }
 
@@ -179,7 +185,7 @@ def lines(used: Sequence[Compared], floors: dict[str, float]) -> list[dict[str, 
             "id": each.row.id,
             "set": each.row.group,
             "source": each.row.source,
-            "model": each.row.model.get("name") or f"{each.case.layers} × {each.case.hidden}",
+            "model": each.row.model.get("name") or each.case.preset or f"{each.case.layers} × {each.case.hidden}",
             "layout": families.layout_of(each.case),
             "devices": each.case.devices,
             "device": each.case.device,

@@ -19,10 +19,11 @@ PUBLISHED = ("id", "group", "source", "model", "parallel", "batch", "hardware", 
 
 
 def sample(used: Iterable[Compared]) -> list[dict[str, Any]]:
-    """Of each set the rows that are predicted soonest, each of another kind: what was measured is left out."""
-    by_set: dict[str, dict[tuple, Case]] = defaultdict(dict)
+    """Of each set, with experts and without, the rows that are predicted soonest, each of another kind: what was
+    measured is left out."""
+    by_set: dict[tuple[str, bool], dict[tuple, Case]] = defaultdict(dict)
     for each in sorted(used, key=lambda each: (_cost(each.case), each.row.id)):
-        by_set[each.row.group].setdefault(_kind(each.case), each.case)
+        by_set[each.row.group, each.case.dense].setdefault(_kind(each.case), each.case)
     cases = (case for kinds in by_set.values() for case in list(kinds.values())[:PER_SET])
     return [_entry(case) for case in cases]
 

@@ -10,13 +10,16 @@ import re
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from engine.validate.named import name_of
 from engine.validate.rows import Row
 
 
 class Said(NamedTuple):
     where: str  # pattern of the source of a row
-    parallel: dict[str, Any]
     text: str
+    of: str = ""  # pattern of the name of its model
+    model: tuple[tuple[str, Any], ...] = ()  # what it has of it, and of the layout
+    parallel: tuple[tuple[str, Any], ...] = ()
 
 
 SAID = (
@@ -25,8 +28,15 @@ SAID = (
     # is allocated between steps says nothing of it, and is met: 20.66 GB measured, 20.65 planned.
     Said(
         r"gpt3_7b_tp4_pp1_memory_speed/",
-        {"sp": False},
         "no sequence parallelism, which the model_config.yaml of the source does not ask for",
+        parallel=(("sp", False),),
+    ),
+    # run_pretrain_deepseekv2.sh: MOE_LAYER_FREQ is 0 once and 1 for all other layers, in each of its models.
+    Said(
+        r"SimuMax",
+        "one block without experts, as the source's script has it",
+        of=r"deepseek",
+        model=(("dense_layers", 1),),
     ),
 )
 
@@ -48,8 +58,10 @@ def as_its_source(row: Row) -> tuple[Row, tuple[str, ...]]:
     found = [
         said
         for said in SAID
-        if re.search(said.where, row.source) and any(row.parallel.get(name) != to for name, to in said.parallel.items())
+        if re.search(said.where, row.source)
+        and re.search(said.of, name_of(row.model), re.IGNORECASE)
+        and not (set(said.model) <= row.model.items() and set(said.parallel) <= row.parallel.items())
     ]
     for said in found:
-        row = replace(row, parallel=row.parallel | said.parallel)
+        row = replace(row, model=row.model | dict(said.model), parallel=row.parallel | dict(said.parallel))
     return row, tuple(said.text for said in found)

@@ -18,6 +18,7 @@ from engine.graph.matching import PlanError
 from engine.predict import predict
 from engine.spec import Spec
 from engine.validate.case import Case, Predicted, whole
+from engine.validate.recipes import recipe_of
 from engine.validate.rows import Unusable
 from engine.validate.stacks import FIRST, LATEST, SCORES, SECOND, TODAY, stack_of
 
@@ -114,23 +115,31 @@ def spec_of(case: Case) -> tuple[Spec, tuple[str, ...]]:
 
 
 def _model(case: Case) -> dict[str, Any]:
-    sizes = {
-        "model": "moe" if case.experts else "gpt",
-        "layers": case.layers,
-        "hidden": case.hidden,
-        "heads": case.heads,
-        "kv_heads": case.kv_heads,
-        "ffn": case.ffn,
+    common = {
         "context": case.context,
+        "layers": case.layers,
         "vocabulary": _padded(case.vocabulary, case.tp),
-        "activation": "swiglu" if case.gated else "gelu",
-        "positions": "rotary" if case.gated else "learned",
-        "tied": case.tied,
         "dataset": "synthetic",
         "optimizer": "adamw",
         "precision": case.precision,
         "recompute": None if case.recompute == "none" else case.recompute,
         "machine": case.device,
+    }
+    if case.preset:
+        return common | {"model": case.preset, "dense_layers": case.dense_layers or None}
+    return common | _sizes(case)
+
+
+def _sizes(case: Case) -> dict[str, Any]:
+    sizes = {
+        "model": "moe" if case.experts else "gpt",
+        "hidden": case.hidden,
+        "heads": case.heads,
+        "kv_heads": case.kv_heads,
+        "ffn": case.ffn,
+        "activation": "swiglu" if case.gated else "gelu",
+        "positions": "rotary" if case.gated else "learned",
+        "tied": case.tied,
     }
     return sizes | ({"experts": case.experts, "top_k": case.top_k} if case.experts else {})
 
@@ -160,7 +169,7 @@ def _layout(case: Case, inferred: list[str]) -> dict[str, Any]:
         shards = math.gcd(replicas, max(1, case.shards // experts["ep"]))
     shared = case.zero == 3 or (case.zero and case.pp > 1)
     degrees |= {"fsdp": shards, "dp": replicas // shards} if shared else {"dp": replicas, "fsdp": 1}
-    if case.zero in (1, 2) and not shared:
+    if case.zero in (1, 2) and (not shared or case.experts):  # of what ranks with other experts have alike, the state
         degrees["share_optimizer"] = True
     if case.zero > 1 and case.pp > 1:
         degrees["share_gradients"] = True
@@ -223,6 +232,16 @@ def machine_of(case: Case) -> Machine:
         blocking=bool(BLOCKED.search(case.row.notes)),
     )
     eager = case.gated and EAGER.search(f"{case.row.id} {case.row.notes}")
+    if case.preset:
+        recipe = recipe_of(
+            case.row.source, case.preset, case.device, case.precision, case.stages_per_rank, case.micro_batch
+        )
+        found = replace(
+            found,
+            sent_once=case.top_k if recipe.sends_once else 0,
+            overlaps_exchanges=recipe.overlaps,
+            fused_experts=recipe.fused,
+        )
     switch = None if RINGS.search(case.row.notes) else found.switch
     return replace(
         found,

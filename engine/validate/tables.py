@@ -47,13 +47,17 @@ def _times(found: dict[str, Any]) -> str:
         if each["time_of_fitted"]:
             fitted = each["time_of_fitted"]
             rows.append(_errors("  its fitted rows", fitted["rows"], fitted["rows"], fitted, "fitted"))
+        if each["time_of_experts"]:
+            routed = each["time_of_experts"]
+            rows.append(_errors("  its rows with experts", routed["rows"], routed["rows"], routed, ""))
         if len(each["parts"]) > 1:
             for part in each["parts"]:
                 count = part["time"]["rows"] if part["time"] else 0
                 rows.append(_errors(f"  {part['gpu']}, {part['precision']}"[:44], count, count, part["time"], ""))
-    overall = found["overall"]
-    if overall:
-        rows.append(_errors("all: dense, verified, not fitted", overall["rows"], found["entries"], overall, ""))
+    for name, of in (("dense", "overall"), ("with experts", "overall_experts")):
+        if overall := found[of]:
+            title = f"all: {name}, verified, not fitted"
+            rows.append(_errors(title, overall["rows"], found["entries"], overall, ""))
     return "step time: error is the mean of |predicted / measured - 1|\n" + _table(rows)
 
 

@@ -70,7 +70,7 @@ def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
             aim("order", name, wrong, 0, {"code": "close", "share": _apart(cells["cells"])})
             aim("ratio", name, cells["worst_ratio_error"], MAX_RATIO, idle and {"code": "idle", "share": idle})
     for name, each in sets.items():
-        if name.startswith(SCALING_SETS) and each["scaling"]:
+        if name.startswith(SCALING_SETS) and each["scaling"] and each["dense"]:
             aim("scaling", name, each["scaling"]["worst_points"], MAX_POINTS, _series(each["scaling"]["series"]))
     return found
 

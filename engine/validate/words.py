@@ -23,6 +23,8 @@ DEVICES = (
     (r"V100", "v100"),
     (r"RTX ?4090", "rtx4090"),
 )
+# GPUs that NVLink joins where a host has fewer: racks of trays with 4 (NVIDIA, GB200 and GB300 NVL72 data sheets).
+RACKS, TRAY = {"gb200": 72, "gb300": 72}, 4
 LINKS = {"2": 6, "3": 12, "4": 18, "5": 18}  # of a device, by the version of NVLink (data sheets)
 UNCLEAR = re.compile(r"unclear|unknown|not stated", re.IGNORECASE)
 NOT_SAID = re.compile(r"not (stated|published|printed)|unknown|varied|see section", re.IGNORECASE)

@@ -9,6 +9,7 @@ import pytest
 
 from engine import modes
 from engine.asking.rules import SpecError
+from engine.cost.collectives import EXCHANGE_RATE
 from engine.cost.machine import machine
 from engine.graph.matching import PlanError, match
 from engine.job import Job, prepare
@@ -113,7 +114,8 @@ def test_an_uneven_exchange_meets_and_takes_as_long_as_the_most():
     (first, second), sizes = chosen["end"] - chosen["start"], chosen["bytes"].tolist()
     assert first == second and sizes[0] < sizes[1]
     link = machine("h100")
-    assert first == pytest.approx(link.call_overhead + link.link_chunk + max(sizes) / 2 / link.link_rate)
+    rate = EXCHANGE_RATE * link.link_rate
+    assert first == pytest.approx(link.call_overhead + link.link_chunk + max(sizes) / 2 / rate)
     others = {"all_to_all": "all_gather"}  # which take equal tensors, as any collective but this one
     one, two = (
         tuple(dataclasses.replace(op, kind=others.get(op.kind, op.kind)) for op in program.ops)

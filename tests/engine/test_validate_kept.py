@@ -32,14 +32,21 @@ def held_to_its_rows(found: kept.Kept) -> None:
     for each in [one for one in found.report["sets"] if one["time"]]:
         rows = timed(row for row in found.rows if row.set == each["set"])
         rows = rows if each["fitted"] else [row for row in rows if not row.fitted]
+        if routed := each["time_of_experts"]:
+            of_experts = [row for row in rows if not row.dense]
+            assert len(of_experts) == routed["rows"]
+            assert mean(map(abs, errors(of_experts))) == pytest.approx(routed["mape"], abs=ROUNDED)
+            rows = [row for row in rows if row.dense]
         assert len(rows) == each["time"]["rows"]
         assert mean(map(abs, errors(rows))) == pytest.approx(each["time"]["mape"], abs=ROUNDED)
         assert mean(errors(rows)) == pytest.approx(each["time"]["bias"], abs=ROUNDED)
         floor = [row.floor_seconds / row.measured_seconds - 1 for row in rows]
         assert mean(map(abs, floor)) == pytest.approx(each["time"]["floor_mape"], abs=ROUNDED)
-    of_all, overall = timed(row for row in found.rows if row.counts), found.report["overall"]
-    assert len(of_all) == overall["rows"]
-    assert mean(map(abs, errors(of_all))) == pytest.approx(overall["mape"], abs=ROUNDED)
+    for dense, name in ((True, "overall"), (False, "overall_experts")):
+        of_all = timed(row for row in found.rows if row.dense == dense and not row.weak and not row.fitted)
+        assert len(of_all) == (found.report[name] or {"rows": 0})["rows"]
+        if of_all:
+            assert mean(map(abs, errors(of_all))) == pytest.approx(found.report[name]["mape"], abs=ROUNDED)
 
 
 def test_what_is_shipped_is_small_and_says_when_and_how_it_was_made_and_names_no_place():

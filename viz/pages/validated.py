@@ -170,21 +170,30 @@ def _show_sets(kept: Kept, text: Catalogue) -> None:
     heads = [text(f"validated.{name}") for name in ("set", "source", "rows", "error", "bias", "floor", "share")]
     lines = []
     for each in kept.report["sets"]:
-        time = each["time"]
         if not each["used"]:
             continue
-        errors = [NOTHING] * 4
-        if time:
-            share = time["ratio_to_floor"]
-            errors = [percent(time["mape"]), percent(time["bias"], signed=True), percent(time["floor_mape"])]
-            errors.append(NOTHING if share is None else f"{share:.2f}")
         notes = [text(f"validated.note.{note}") for note in ("fitted", "weak") if each[note]]
+        notes += [] if each["dense"] else [text("validated.note.experts")]
         if each["fitted_rows"] and not each["fitted"]:
             notes.append(text("validated.note.some_fitted", rows=each["fitted_rows"]))
         count = text("validated.of", part=each["used"], all=each["rows"])
         told = f"`{each['set']}`" + "".join(f" :gray-badge[{note}]" for note in notes)
-        lines.append([told, escape(_publisher(each["source"])), count, *errors])
+        lines.append([told, escape(_publisher(each["source"])), count, *_errors(each["time"])])
+        if routed := each["time_of_experts"]:
+            told = f"`{each['set']}` :gray-badge[{text('validated.note.experts')}]"
+            lines.append([told, "", str(routed["rows"]), *_errors(routed)])
+    for name in ("overall", "overall_experts"):
+        if found := kept.report[name]:
+            lines.append([f"**{text(f'validated.{name}')}**", "", str(found["rows"]), *_errors(found)])
     _table(heads, lines, "llrrrrr", key="validated-sets")
+
+
+def _errors(time: Mapping[str, Any] | None) -> list[str]:
+    if not time:
+        return [NOTHING] * 4
+    share = time["ratio_to_floor"]
+    shown = [percent(time["mape"]), percent(time["bias"], signed=True), percent(time["floor_mape"])]
+    return [*shown, NOTHING if share is None else f"{share:.2f}"]
 
 
 def _publisher(source: str) -> str:

@@ -55,8 +55,9 @@ def _program(job: Job, step: int, mesh: Mesh, rank: int) -> Program:
     clip = chain.clip(layers, job.spec, [("ep", 1)] if shared else [])  # the square of its experts' norm
     ops = joined(ops, clip, [chain.optimizer(layers, job.spec)])
     memory = chain.standing_memory(layers, job.spec)
-    memory["buckets"] = sum(bucket.bytes for bucket in whole)
-    memory["buckets"] += sum(op.bytes for op in ops if op.kind == "all_reduce" and op.part.endswith(EXPERTS))
+    if not job.spec.master_weights:  # whose gradients are reduced where they are
+        memory["buckets"] = sum(bucket.bytes for bucket in whole)
+        memory["buckets"] += sum(op.bytes for op in ops if op.kind == "all_reduce" and op.part.endswith(EXPERTS))
     shares = tuple(mine.param_bytes / layer.param_bytes for mine, layer in zip(layers, job.layers, strict=True))
     return Program(ops, tuple(range(len(layers))), memory, shares=shares if shared else ())
 
