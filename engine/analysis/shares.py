@@ -131,9 +131,10 @@ def _rows(
 
 
 def _covered(start: np.ndarray, furthest: np.ndarray) -> float:
-    """Length of the union of spans: from the first start to the last end, less the holes."""
-    holes = np.maximum(start[1:] - furthest[:-1], 0.0)
-    return float(furthest[-1] - start[0] - holes.sum())
+    """Length of the union of spans: of each what lies beyond those before; of one without length exactly nothing,
+    and of all together no more than from the first start to the last end."""
+    beyond = furthest - np.maximum(start, np.concatenate([start[:1], furthest[:-1]]))
+    return float(min(beyond.sum(), furthest[-1] - start[0]))
 
 
 def _checked(timeline: Timeline, since: int) -> Timeline:

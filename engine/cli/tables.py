@@ -155,7 +155,7 @@ def _communication(values: dict[str, Any]) -> list[tuple[str, str]]:
     if "overlap_fraction" in values:  # a run of an earlier Lockstep has none
         name, formula = OVERLAP_FORMULA.split(" = ")
         hidden = values["overlap_fraction"]
-        lines.append((name, "nothing is communicated" if hidden is None else f"{percent(hidden)} = {formula}"))
+        lines.append((name, "communication takes no time" if hidden is None else f"{percent(hidden)} = {formula}"))
     return lines
 
 

@@ -14,16 +14,18 @@ from typing import Any
 
 from engine import modes
 from engine.asking.rules import SpecError
-from engine.asking.settings import DATA_MODES, MODE_SETTINGS, degree
+from engine.asking.settings import DATA_MODES, MODE_AXIS, MODE_SETTINGS, degree
 from engine.cost.held import memory_of
 from engine.cost.memory import CATEGORIES
 from engine.job import prepare
 from engine.predict import Prediction, predict
 from engine.spec import Spec
 
-TOGETHER = 4  # changes at most
+TOGETHER = 5  # changes at most
 MICROSTEPS = 3  # the first, the last, and one of those between, which are alike: more hold no more
 FOUND = 4  # that fit, and are simulated
+
+WHOLE = ("data_parallel", "ddp", "zero1", "zero2", "local_sgd")  # modes of which each device has the whole model
 
 Change = dict[str, Any]
 
@@ -54,7 +56,7 @@ def would_fit(spec: Spec, capacity: int, dilation: float = 1.0) -> list[dict[str
     found: list[tuple[Change, Spec, int]] = []
     for _ in range(TOGETHER):
         least, best = math.inf, None
-        for change in _changes(spec.with_(**kept)):
+        for change in _changes(prepare(spec.with_(**kept)).spec):
             try:
                 changed = spec.with_(**kept | change)
                 peak = _fullest(changed)
@@ -62,13 +64,15 @@ def would_fit(spec: Spec, capacity: int, dilation: float = 1.0) -> list[dict[str
                 continue  # a combination that does not work is none to suggest
             if peak <= capacity:
                 found.append((kept | change, changed, peak))
+                if len(found) == FOUND:
+                    break
             if peak < least:
                 least, best = peak, change
         if found or best is None:
             break
         kept |= best
     out = []
-    for change, changed, peak in found[:FOUND]:
+    for change, changed, peak in found:
         out.append({"settings": change, "peak_memory": peak, "step_time": dilation * predict(changed).step_time})
     return sorted(out, key=lambda one: one["step_time"])
 
@@ -103,26 +107,47 @@ def _of_options(spec: Spec) -> Iterator[Change]:
             yield {"microbatches": spec.microbatches * times}
         elif "accumulate" in has:
             yield {"accumulate": (spec.accumulate or 1) * times}
+            if spec.mode in ("zero2", "fsdp", "hsdp"):  # between micro-steps gradients are in parts, too
+                yield {"accumulate": (spec.accumulate or 1) * times, "sync_every_microstep": True}
     if "recompute" in has:
         kinds = {None: ("selective", "full"), "none": ("selective", "full"), "selective": ("full",)}
         yield from ({"recompute": kind} for kind in kinds.get(spec.recompute, ()))
 
 
 def _of_layout(spec: Spec) -> Iterator[Change]:
-    if spec.mode in ("ddp", "zero1", "zero2", "local_sgd"):
-        has = MODE_SETTINGS["fsdp"]
-        yield {"mode": "fsdp"} | {name: None for name in MODE_SETTINGS[spec.mode] if name not in has}
-    if spec.mode == "single":
-        each = spec.global_batch
-        yield from ({"mode": "fsdp", "devices": number, "global_batch": number * each} for number in (2, 4, 8))
-    if spec.mode in DATA_MODES and spec.mode not in ("local_sgd", "expert"):
-        more = ({"devices": spec.devices * times} for times in (2, 4, 8))
-        yield from (change | {"global_batch": spec.global_batch * change["devices"] // spec.devices} for change in more)
+    if spec.mode in WHOLE:
+        yield _without(spec, "fsdp")
+    if spec.mode == "layer_split":
+        yield _without(spec, "pipeline") | {"accumulate": None}
+    if spec.mode == "hsdp" and spec.dp > 1:
+        yield {"dp": 1, "fsdp": spec.devices}
+    if spec.mode == "fsdp":
+        wide = (times for times in (2, 4, 8) if spec.devices % times == 0)
+        yield from (_without(spec, "hybrid") | {"tp": times, "fsdp": spec.devices // times} for times in wide)
+    for times in (2, 4, 8) if spec.mode not in WHOLE else ():  # devices, which have samples of their own
+        yield _on_more(spec, times) | {"devices": spec.devices * times, "global_batch": spec.global_batch * times}
     if spec.mode != "hybrid":
         return
     split = {"split": None}
     if spec.dp > 1:
         yield {"fsdp": spec.fsdp * spec.dp, "dp": 1}
-    for axis, times in itertools.product(("tp", "pp"), (2, 4)):
-        if spec.dp % times == 0:
-            yield {axis: degree(spec, axis) * times, "dp": spec.dp // times} | split
+    for other, axis, times in itertools.product(("dp", "fsdp"), ("tp", "pp"), (2, 4)):
+        if getattr(spec, other) % times == 0:
+            yield {axis: getattr(spec, axis) * times, other: getattr(spec, other) // times} | split
+
+
+def _on_more(spec: Spec, times: int) -> Change:
+    """What makes them share: a mode of one axis that is not theirs becomes a mesh, with an axis more."""
+    if spec.mode in ("hsdp", "hybrid"):
+        return {"fsdp": spec.fsdp * times}
+    if spec.mode == "single":
+        return _without(spec, "fsdp")
+    if spec.mode in DATA_MODES and spec.mode != "expert":
+        return {}
+    tokens = {"sequence_parallel": True} if spec.mode == "sequence" else {}
+    return _without(spec, "hybrid") | {MODE_AXIS[spec.mode]: spec.devices, "fsdp": times} | tokens
+
+
+def _without(spec: Spec, mode: str) -> Change:
+    """Another mode, without the settings that it has not got."""
+    return {"mode": mode} | {name: None for name in MODE_SETTINGS[spec.mode] if name not in MODE_SETTINGS[mode]}

@@ -41,6 +41,25 @@ def test_where_no_change_is_enough_another_is_sought_beside_the_best():
                 assert not fits(predict(spec.with_(**with_all_but_it)), suggest=False)["fits"], (name, value)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mode": "hsdp", "model": "llama3_8b", "global_batch": 16, "machine": "a100_40"},  # with fewer replicas
+        {"mode": "tensor", "model": "llama3_70b"},  # as a mesh, of more devices
+        {"mode": "layer_split", "model": "llama3_8b", "machine": "a100_40", "global_batch": 32},  # as a pipeline
+        {"mode": "zero2", "model": "mixtral_8x7b", "global_batch": 32, "devices": 32},  # with gradients always in parts
+    ],
+    ids=lambda settings: settings["mode"],
+)
+def test_what_no_option_makes_fit_another_layout_may(settings):
+    spec = Spec(**{"devices": 8, "global_batch": 8, "machine": "h100"} | settings)
+    would = fits(predict(spec))["would_fit"]
+    assert would
+    for one in would:
+        again = fits(predict(spec.with_(**one["settings"])), suggest=False)
+        assert again["fits"] and again["peak"] == one["peak_memory"]
+
+
 def test_of_a_scale_model_steps_are_as_long_as_those_that_it_shows():
     spec = Spec(mode="pipeline", devices=4, model="llama3_8b", microbatches=8, machine="h100", paced="h100")
     prediction = predict(spec)
@@ -51,7 +70,8 @@ def test_of_a_scale_model_steps_are_as_long_as_those_that_it_shows():
 
 
 def test_what_fits_in_no_way_that_was_tried_is_said_to():
-    assert fits(predict(LARGE.with_(mode="tensor", model="gpt3_175b", devices=2)))["would_fit"] == []
+    long = LARGE.with_(mode="single", model="gpt3_175b", devices=1, machine="rtx4090", context=131_072)
+    assert fits(predict(long))["would_fit"] == []
 
 
 @pytest.mark.parametrize("model", PRESETS)

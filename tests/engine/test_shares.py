@@ -180,6 +180,9 @@ def test_rounding_takes_no_fraction_out_of_its_range():
         found = [measure(timeline) for measure in measures]
         assert all(0 <= value <= 1 for value in found), found
         assert found[0] == pytest.approx(0, abs=1e-12)
+        free = [(rank, kind, 0, *(span if kind == "forward" else span[:1] * 2)) for rank, kind, _, *span in rows]
+        timeline = timeline_of(*free, world_size=3)  # what takes no time hides nothing and shows nothing
+        assert (overlap_fraction(timeline), exposed_communication_fraction(timeline)) == (None, 0.0)
 
 
 def test_a_step_of_communication_alone_has_no_ideal_to_compare_with():
