@@ -46,6 +46,7 @@ RECEIVES = ("late", "early")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 ACTIVATIONS = ("gelu", "swiglu")
 POSITIONS = ("learned", "rotary", "alibi")
+TORCH_LOSSES = ("eager", "compiled")
 RECOMPUTE = ("none", "selective", "full")
 COMPRESS = ("none", "fp16", "powersgd")
 ATTENTIONS = ("ring", "all_gather", "ulysses")
@@ -119,6 +120,12 @@ class Spec:
     )
     dropout: bool | None = setting(None, "dropout, of which a mask is kept for backward (planned models)")
     fused_loss: bool | None = setting(None, "the loss is one kernel, and keeps no copy of the logits (planned models)")
+    torch_loss: str | None = setting(
+        None,
+        "the loss as PyTorch takes it: eager, with gradients in fp32 twice over beside its logarithms; compiled, with "
+        "the logits as they are, and their gradients (planned models)",
+        choices=TORCH_LOSSES,
+    )
     scatter_gather: bool | None = setting(
         None,
         "beside tp, each rank sends its part of a message between stages, which is gathered there, as in Megatron-LM "

@@ -35,6 +35,9 @@ class Decoder:
     fused: bool  # norms keep what they are given, which is there already, and no copy of it
     dropout: bool  # behind attention and MLP, and of scores where these are written, with a mask of a byte each
     latent: Latent | None
+    every_other: bool = False  # of products that are kept
+    loss: str | None = None  # of TORCH_LOSSES; else as Megatron-LM has it
+    logits_fused: bool = False  # the loss is one kernel, and keeps no copy of the logits
 
     @classmethod
     def of(cls, spec: Spec, item: int, tokens: int | None = None) -> Decoder:
@@ -54,6 +57,9 @@ class Decoder:
             fused=bool(spec.master_weights),
             dropout=bool(spec.dropout),
             latent=LATENT.get(spec.model),
+            every_other=bool(spec.every_other),
+            loss=spec.torch_loss,
+            logits_fused=bool(spec.fused_loss),
         )
 
     @property
@@ -119,6 +125,11 @@ class Decoder:
             return FP32 * c * self.heads // ranks
         return (2 * self.item + 1 if self.dropout else self.item) * c * c * self.heads // ranks
 
+    def attention_repeated(self, ranks: int = 1) -> int:
+        """Bytes of every other product's results, one by one as PyTorch takes them: keys, and attention's last."""
+        keys = max(self.kv_heads, ranks) * self.head // ranks
+        return self.item * self.context * (keys + self.hidden) if self.every_other and not self.latent else 0
+
     def attention_kernels(self, ranks: int = 1) -> Kernels:
         before, after = self.around_attention(ranks)
         return (*before, *self._core(ranks), *after)
@@ -175,6 +186,11 @@ class Decoder:
         """Bytes of the results of its matrices but the last."""
         return self.item * self.context * (ffn or self.ffn) * (2 if self.gated else 1) // ranks
 
+    def mlp_repeated(self, ranks: int = 1, ffn: int | None = None) -> int:
+        """Bytes of every other product's results: the second one's of two or three."""
+        width = (ffn or self.ffn) // ranks if self.gated else self.hidden
+        return self.item * self.context * width if self.every_other else 0
+
     def mlp_kernels(self, ranks: int = 1, ffn: int | None = None, tokens: int | None = None) -> Kernels:
         c, h, item, width = tokens or self.context, self.hidden, self.item, (ffn or self.ffn) // ranks
         made = item * c * width
@@ -230,14 +246,20 @@ class Decoder:
         return (kernels.wide_matmul(self.context, vocabulary // ranks, self.hidden, self.item),)
 
     def logits_saved(self, vocabulary: int, ranks: int = 1) -> int:
-        """Their logarithms, or the softmax, in fp32."""
-        return FP32 * self.context * vocabulary // ranks
+        """Their logarithms, or the softmax, in fp32; compiled, what they were."""
+        return (self.item if self.loss == "compiled" else FP32) * self.context * vocabulary // ranks
 
-    def logits_beside(self, vocabulary: int, ranks: int = 1, *, fused: bool) -> tuple[int, int]:
+    def logits_beside(self, vocabulary: int, ranks: int = 1) -> tuple[int, int]:
         """While the head goes back, of a sample: its logits as they were made, unless the loss is one kernel; and once:
-        the weight's gradient, which is then added to the one in fp32."""
-        logits = 0 if fused else self.item * self.context * vocabulary // ranks
-        return logits, self.item * vocabulary * self.hidden // ranks
+        the weight's gradient, which is then added to the one in fp32.
+
+        Of PyTorch's: compiled, the gradients of the logits. Eager, before the weight has any: that of the logarithms,
+        and that of the logits that is made of it; over tensor ranks gradients, exponentials and sums, each a tensor of
+        its own (torch/distributed/tensor/parallel/loss.py: _nll_loss_and_log_softmax_backward)."""
+        logits, weight = self.context * vocabulary // ranks, self.item * vocabulary * self.hidden // ranks
+        if self.loss == "eager":
+            return FP32 * logits * (2 if ranks == 1 else 3), 0
+        return 0 if self.logits_fused and self.loss is None else self.item * logits, weight
 
     def loss_kernels(self, vocabulary: int, ranks: int = 1) -> Kernels:
         """The logits are made fp32; largest, exponentials and their sum each go over them once, and the logarithms are

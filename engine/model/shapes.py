@@ -171,7 +171,7 @@ def _decoder(spec: Spec, sizes: Decoder, vocabulary: int) -> tuple[Layer, ...]:
     work = {"last_flops": flops, "kernels": kernels, "logarithms": logits, "behind": logits}
     head = Layer("head", head_params, flops, (c, vocabulary), sizes.norm_saved() + logits, item, **work)
     if sizes.fused:
-        beside, once = sizes.logits_beside(vocabulary, fused=bool(spec.fused_loss))
+        beside, once = sizes.logits_beside(vocabulary)
         head = replace(head, beside=beside, beside_once=once)
     return (embed, *blocks, head)
 
@@ -189,6 +189,7 @@ def _block(sizes: Decoder, ffn: int | None = None) -> _Block:
     # Its output, what attention keeps, and the results of its last matrix and of those of the MLP.
     last = 2 * c * h * (ffn or sizes.ffn)
     products = item * c * 3 * h + sizes.mlp_products(ffn=ffn) + sizes.attention_saved()
+    products -= sizes.attention_repeated() + sizes.mlp_repeated(ffn=ffn)
     if sizes.repeats_scores:
         products = saved - sizes.scores_saved()
     flops = sizes.attention_flops() + sizes.mlp_flops(ffn=ffn)

@@ -92,6 +92,7 @@ def spec_of(case: Case) -> tuple[Spec, tuple[str, ...]]:
     settings = _model(case) | _layout(case, inferred) | {"flash": stack.attention != SCORES, "master_weights": True}
     settings["dropout"] = True if stack.dropout and not case.gated else None  # Llama and its like have none
     settings["fused_loss"] = True if FUSED_LOSS in case.row.notes else None
+    settings["torch_loss"] = stack.loss
     # The runtime of zero-bubble schedules issues messages as ops of their own, beside what it computes.
     settings["overlap"] = None if stack.overlaps or case.schedule in ZERO_BUBBLE else False
     if case.sequence_parallel and stack.tp_overlaps:

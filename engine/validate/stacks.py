@@ -30,6 +30,7 @@ class Stack(NamedTuple):
     reduces_fp32: bool = False  # gradients of bf16 are reduced over replicas in fp32
     stepwise_loss: bool = False  # each operation of the loss is a kernel
     copies_tokens: bool = False  # of tensor ranks, as PyTorch's collectives do along any dimension but the first
+    loss: str | None = None  # as PyTorch takes it, of spec.TORCH_LOSSES
     heads_by_exchange: bool = False  # context ranks exchange tokens for heads, and not keys in a ring
 
 
@@ -56,6 +57,7 @@ LATE = EARLY | {"attention": LATEST, "overlaps": True}
 # scaled_dot_product_attention takes FlashAttention 2 on devices up to Hopper (torchtitan, models/attention.py).
 PYTORCH = LATE | {"attention": SECOND, "whole_blocks": False, "scatters": False, "dropout": False}
 PYTORCH |= {"reduces_fp32": False, "stepwise_loss": False}
+TORCHTITAN = PYTORCH | {"every_other": True, "reduces_fp32": True, "copies_tokens": True}
 NEMO = {"tp_overlaps": True, "sequence_parallel": True, "reduces_fp32": False, "stepwise_loss": False}
 # The first whose pattern is found in a row's source, set, schedule and notes.
 STACKS = (
@@ -81,11 +83,11 @@ STACKS = (
         Stack("LLM Foundry of 2023", **(PYTORCH | {"attention": FIRST, "whole_blocks": True}), gathers_late=True),
     ),
     # Its selective recomputation by `op` keeps every other product (distributed/activation_checkpoint.py). It reduces
-    # gradients in fp32 by default (job_config.py: mixed_precision_reduce).
-    (
-        r"torchtitan",
-        Stack("TorchTitan", **(PYTORCH | {"every_other": True, "reduces_fp32": True}), copies_tokens=True),
-    ),
+    # gradients in fp32 by default (job_config.py: mixed_precision_reduce). In 2024 the loss was eager, compiled or not
+    # (train.py: "compiling loss function causes CUDA errors, turning off for now"); in June 2025 it was compiled
+    # (components/loss.py: build_cross_entropy_loss).
+    (r"torchtitan.*2025-?06", Stack("TorchTitan of 2025", **TORCHTITAN, loss="compiled")),
+    (r"torchtitan", Stack("TorchTitan of 2024", **TORCHTITAN, loss="eager")),
     # Its loss is Megatron-LM's (parallel/tensor_parallel/functional.py: sharded_cross_entropy).
     (r"nanotron", Stack("nanotron", **(PYTORCH | {"stepwise_loss": True}))),
     # Its recipe's script recomputes blocks but for their queries, keys and values (maxtext/configure.sh:

@@ -119,6 +119,25 @@ def test_logits_are_kept_in_fp32_beside_their_copy_and_the_head_s_gradient():
     assert fused["activations"] == kept + 16 * B * S  # tokens and targets
 
 
+@pytest.mark.parametrize(("tp", "tensors"), [(1, 2), (2, 3)])
+def test_an_eager_loss_has_its_gradients_in_fp32_beside_its_logarithms(tp, tensors):
+    """PyTorch's: that of the logarithms and that of the logits, where Megatron-LM has the logits in two bytes and the
+    gradient of the head's weights; over tensor ranks one more."""
+    layout = {"mode": "hybrid", "devices": 2, "tp": 2} if tp > 1 else {"mode": "single", "devices": 1}
+    spec = Spec(**TRAINED, **layout, global_batch=B)
+    eager, apart = (predict(spec.with_(torch_loss=loss)).simulation.memory[0] for loss in ("eager", None))
+    logits = B * S * V // tp
+    assert eager["activations"] == apart["activations"]
+    assert eager["buffers"] - apart["buffers"] == tensors * 4 * logits - 2 * logits - 2 * V * H // tp
+
+
+def test_a_compiled_loss_keeps_logits_as_they_are_and_makes_their_gradients():
+    spec = Spec(**TRAINED, mode="single", devices=1, global_batch=B)
+    compiled, apart = (predict(spec.with_(torch_loss=loss)).simulation.memory[0] for loss in ("compiled", None))
+    assert compiled["activations"] == apart["activations"] - 2 * B * S * V
+    assert compiled["buffers"] == apart["buffers"]
+
+
 def test_published_models_are_trained_in_two_bytes_beside_four_with_adamw():
     job = prepare(Spec(model="llama3_8b", mode="fsdp", devices=8, machine="h100", global_batch=8))
     assert (job.spec.optimizer, job.spec.master_weights, job.spec.precision) == ("adamw", True, "bf16")

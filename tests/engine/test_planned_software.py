@@ -131,6 +131,21 @@ def test_every_other_product_is_done_again_and_attention_is_not():
     assert kept.flops == 0 and ATTENTION in {kernel.kind for kernel in kept.kernels}
 
 
+def test_of_every_other_product_the_result_is_kept():
+    """Of a token of Llama 3 8B, in two bytes: of seven products the first, third, fifth and seventh (queries, values,
+    gate and the MLP's output), what attention gives with a log-sum-exp a head, and the block's output."""
+    spec = Spec(**(LLAMA | {"layers": 2}), recompute="selective", every_other=True)
+    first, last = (layer for layer in prepare(spec).layers if layer.name.startswith("block"))
+    numbers = 4096 + 1024 + 14_336 + 4096 + 4096 + 4096
+    assert chain.kept(first, spec) == chain.kept(last, spec) == 1024 * (2 * numbers + 4 * 32)
+    # Cut over two ranks, half of the keys and of the gate's partner is not kept, and all that is behind attention.
+    tensor, saved = spec.with_(mode="tensor", devices=2), []
+    for every_other in (None, True):
+        ops = modes.plan(prepare(tensor.with_(every_other=every_other))).programs[0].ops
+        saved.append(sum(op.saved for op in ops if op.kind == "forward" and op.part.startswith("block1.")))
+    assert saved[0] - saved[1] == tensor.global_batch * 1024 * 2 * (1024 // 2 + 4096 + 14_336 // 2)
+
+
 LLAMA = {"mode": "single", "devices": 1, "model": "llama3_8b", "layers": 1, "context": 1024, "precision": "bf16"}
 
 

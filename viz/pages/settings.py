@@ -68,6 +68,7 @@ MORE = (
     ("share_optimizer",),
     ("share_gradients",),
     ("dropout", "fused_loss"),
+    ("torch_loss",),
     ("shared_experts", "dense_layers"),
     ("dense_ffn",),
     ("optimizer", "clip"),

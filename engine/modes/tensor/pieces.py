@@ -41,7 +41,7 @@ def logits_of(job: Job, layer: Layer, normed: int) -> Layer:
     known = {"saved": normed + kept, "logarithms": kept, "behind": kept, "last_flops": flops, "kernels": work}
     made = piece(layer, "logits", "linear", flops=flops, output=output, **known)
     if sizes.fused:
-        beside, once = sizes.logits_beside(vocabulary, ranks, fused=bool(job.spec.fused_loss))
+        beside, once = sizes.logits_beside(vocabulary, ranks)
         made = dataclasses.replace(made, beside=beside, beside_once=once)
     return made
 
@@ -61,14 +61,14 @@ def decoder(job: Job) -> Decoder:
 def attention_of(job: Job, layer: Layer) -> Layer:
     """A block's attention, with the norm before it."""
     (c, h), ranks, sizes = layer.output, job.degree("tp"), decoder(job)
-    kept, norm = sizes.attention_saved(ranks), sizes.norm_saved()
+    kept, norm, again = sizes.attention_saved(ranks), sizes.norm_saved(), sizes.attention_repeated(ranks)
     only = sizes.repeats_scores
     return piece(
         layer, "attention", *NORMED_ATTENTION,
         flops=sizes.attention_flops(ranks),
         saved=norm + kept,
         output=layer.output,
-        products=norm + kept - sizes.scores_saved(ranks) if only else layer.item * c * 2 * h + kept,
+        products=norm + kept - sizes.scores_saved(ranks) if only else layer.item * c * 2 * h + kept - again,
         kernels=(*sizes.norm_kernels(), *sizes.attention_kernels(ranks)),
     )  # fmt: skip
 
@@ -81,7 +81,7 @@ def mlp_of(job: Job, layer: Layer) -> Layer:
         flops=sizes.mlp_flops(ranks, ffn),
         saved=sizes.mlp_saved(ranks, ffn),
         output=layer.output,
-        products=sizes.mlp_products(ranks, ffn),
+        products=sizes.mlp_products(ranks, ffn) - sizes.mlp_repeated(ranks, ffn),
         beside=sizes.mlp_beside(ranks, ffn) if sizes.fused else 0,
         last_flops=2 * c * h * (ffn or sizes.ffn) // ranks,
         kernels=sizes.mlp_kernels(ranks, ffn),
