@@ -18,7 +18,7 @@ from typing import NamedTuple
 from engine import archive, modes
 from engine.asking.settings import ONE_PROCESS_MODES
 from engine.cost.calibration import Cost
-from engine.cost.local import ANY, PASSES, Local, is_in_order, layers_of, matmul_flops, part_class
+from engine.cost.local import ANY, PASSES, Local, is_in_order, layers_of, moved, part_class
 from engine.graph.matching import Graph, match
 from engine.job import Job
 from engine.outcome.conform import conform
@@ -36,10 +36,7 @@ Lanes = Mapping[tuple[int, int, str], list[Span]]  # of a step, a rank and a lan
 class Sample:
     """One planned op, as measured in the mean of its steps."""
 
-    kind: str
-    part: str
-    bytes: int
-    flops: int
+    op: Op
     seconds: float
     lead: float
     layers: tuple[str, ...] = ()
@@ -109,7 +106,7 @@ def of_training(folder: Path, job: Job, threads: int) -> Recorded:
     for each in found.values():
         (op, _, _), layers = each[0]
         seconds, lead = (fmean(turn[column] for turn, _ in each) for column in (1, 2))
-        recorded.samples.append(Sample(op.kind, op.part, op.bytes, matmul_flops(op), seconds, lead, layers, threads))
+        recorded.samples.append(Sample(op, seconds, lead, layers, threads))
     return recorded
 
 
@@ -164,8 +161,8 @@ def costs(who: str, samples: Sequence[Sample], alone: Local, speed: float) -> di
     classes: dict[tuple[str, str], list[Sample]] = defaultdict(list)
     in_process = who in ONE_PROCESS_MODES
     for one in samples:
-        for part in {part_class(one.part), ANY}:
-            classes[one.kind, part].append(one)
+        for part in {part_class(one.op.part), ANY}:
+            classes[one.op.kind, part].append(one)
     made = {}
     for (kind, part), each in classes.items():
         own: list[tuple[float, float]] = []
@@ -173,22 +170,15 @@ def costs(who: str, samples: Sequence[Sample], alone: Local, speed: float) -> di
         for one in each:
             if kind in COLLECTIVES and not in_process:
                 continue
-            beside = one.seconds * speed - alone.matmul(one.flops, one.threads)
-            if not one.part and kind in PASSES:
-                of_stage.append((alone.stage(_Op(one), one.threads, one.layers), beside))
+            beside = one.seconds * speed - alone.matmul(one.op, one.threads)
+            if not one.op.part and kind in PASSES:
+                of_stage.append((alone.stage(one.op, one.threads, one.layers), beside))
             else:
-                own.append((one.bytes, beside))
+                own.append((moved(one.op), beside))
         fixed, per_byte = line(own)
-        lead, lead_per_byte = line([(one.bytes, one.lead * speed) for one in each], COPIES / alone.memory_rate)
+        lead, lead_per_byte = line([(one.op.bytes, one.lead * speed) for one in each], COPIES / alone.memory_rate)
         made[f"{who}/{kind}/{part}"] = Cost(lead, fixed, per_byte, lead_per_byte, scale(of_stage))
     return made
-
-
-class _Op:
-    """What Local.stage looks at."""
-
-    def __init__(self, sample: Sample):
-        self.kind, self.part, self.bytes = sample.kind, sample.part, sample.bytes
 
 
 class _Point(NamedTuple):

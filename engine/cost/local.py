@@ -1,7 +1,7 @@
 """An op and this machine's calibration -> its seconds, what its rank spends before it, and the cores it keeps busy.
 
 A compute op takes what its class was measured to take beside its matmuls (a fixed part, which is Python's and
-PyTorch's, and so much a byte: norms, activations, copies), and its FLOPs at the rate of a matmul of that size. A
+PyTorch's, and so much a byte: norms, activations, copies), and each of these at the rate of a matmul of its size. A
 communication op takes what the same call took between as many processes. Before an op a rank may spend time that is no
 part of it: hooks of `fully_shard` or of a pipeline's schedule, copies in and out, the loop around a step.
 """
@@ -11,9 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.cost.calibration import Calibration, Cost, Curve, along
+from engine.cost.kernels import ATTENTION, ATTENTION_BACKWARD, MATMUL
 from engine.plan import COLLECTIVES, COMPUTE, Op, Plan, Program
 from engine.spec import PRECISIONS
 
@@ -32,8 +33,9 @@ SHARDED = ("fsdp", "hsdp")  # each layer has the hooks of `fully_shard`
 
 
 def part_class(part: str) -> str:
-    """Layers that differ in their number only are of one class; convolutions are not, whose shapes differ."""
-    return part if part.startswith("conv") else re.sub(r"\d+", "", part)
+    """Layers that differ in their number only are of one class; convolutions are not, whose shapes differ, nor is one
+    of several pieces (`attention#`, as a ring has them) of one that is done at once."""
+    return part if part.startswith("conv") else re.sub(r"\d+", "", re.sub(r"(\.\D+)\d+$", r"\1#", part))
 
 
 def class_of(op: Op) -> str:
@@ -41,9 +43,32 @@ def class_of(op: Op) -> str:
     return ANY if op.kind == "load" else part_class(op.part)
 
 
-def matmul_flops(op: Op) -> int:
-    """Those at the rate of a product; a convolution's and an optimizer's are part of what a byte of it takes."""
-    return 0 if op.part.startswith("conv") or op.kind == "optimizer" else op.flops
+class Product(NamedTuple):
+    """`count` matrix products of as many FLOPs each; `within`: of one call, whose threads each make some of them."""
+
+    flops: float
+    count: float = 1
+    within: bool = False
+
+
+def products(op: Op) -> list[Product]:
+    """An op's products; where its kernels are not known, one of all its FLOPs. Those of a convolution and of an
+    optimizer are part of what a byte of it takes. Attention is two of each head, backward five, or half of them."""
+    if op.part.startswith("conv") or op.kind == "optimizer":
+        return []
+    if not op.kernels:
+        return [Product(op.flops)] if op.flops else []
+    return [
+        Product(2 * k.m * k.n * k.k, k.flops / (2 * k.m * k.n * k.k), not k.weight)
+        for k in op.kernels
+        if k.kind in (MATMUL, ATTENTION, ATTENTION_BACKWARD) and k.flops
+    ]
+
+
+def moved(op: Op) -> float:
+    """The bytes of a compute op without those of the parameters in its products, which are part of what these take."""
+    weights = (k for k in op.kernels if k.kind == MATMUL and k.weight)
+    return max(0.0, op.bytes - sum(k.item * k.batch * k.n * (k.m if k.of_weight else k.k) for k in weights))
 
 
 @dataclass(frozen=True)
@@ -61,13 +86,13 @@ class Local:
 
     def compute(self, op: Op, threads: int, layers: Sequence[str] = ()) -> float:
         """Seconds, on so many threads. `layers`: those of which an op of a whole stage is made."""
-        return self.beside(op, threads, layers) + self.matmul(matmul_flops(op), threads)
+        return self.beside(op, threads, layers) + self.matmul(op, threads)
 
     def beside(self, op: Op, threads: int, layers: Sequence[str] = ()) -> float:
         """What an op takes beside its matmuls."""
         own = self._own(op.kind, class_of(op), threads)
         if op.part or op.kind not in PASSES:
-            return _of(own or self._plain(op.kind, class_of(op), threads), op.bytes)
+            return _of(own or self._plain(op.kind, class_of(op), threads), moved(op))
         return (own or Cost()).scale * self.stage(op, threads, layers)
 
     def stage(self, op: Op, threads: int, layers: Sequence[str]) -> float:
@@ -77,13 +102,19 @@ class Local:
         if not costs:
             return 0.0
         per_byte = sum(c.per_byte + c.lead_per_byte for c in costs) / len(costs)
-        return sum(c.fixed + c.lead for c in costs) + op.bytes * per_byte
+        return sum(c.fixed + c.lead for c in costs) + moved(op) * per_byte
 
-    def matmul(self, flops: float, threads: int) -> float:
+    def matmul(self, op: Op, threads: int) -> float:
+        """Seconds of an op's products."""
+        seconds = 0.0
+        for one in products(op):
+            each = self._product(one.flops, 1 if one.within else threads)
+            seconds += one.count * each / (self._threads(threads) if one.within else 1)
+        return seconds
+
+    def _product(self, flops: float, threads: int) -> float:
         """At the rate of a product of so many FLOPs, without what the smallest takes: a call, which is in `beside`."""
         curve = self._curve(threads)
-        if not flops:
-            return 0.0
         least, size = curve[0], max(flops, curve[0][0] * 8)
         seconds = along(curve, size) - least[1]
         return flops * seconds / (size - least[0])

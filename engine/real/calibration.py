@@ -27,15 +27,14 @@ from torch.autograd.profiler import _disable_profiler, _enable_profiler, _prepar
 
 from engine import modes
 from engine.archive import read_json, write_json
-from engine.asking.settings import ONE_PROCESS_MODES
-from engine.job import prepare
+from engine.job import Job, prepare
 from engine.real import cores, speed, worker
 from engine.real.events import communications
 from engine.real.parity import Parity
 from engine.real.preemption import preempt_nobody
 from engine.real.recorder import Recorder
 from engine.real.targets import Targets
-from engine.real.training import Place, mark_updates
+from engine.real.training import Place, Training, mark_updates
 from engine.spec import Spec
 
 ASKED, FOUND, PROGRESS = "calibration.json", "rank{rank}.found.json", "progress"
@@ -53,6 +52,7 @@ ARRAYS = {  # bytes of an array
 BETWEEN = 4_000_000  # bytes that are read, and written, from one collective to the next
 FEWEST, MOST = 8, 40  # calls of a collective, in each pass: some take ten times as long, where a thread has to wait
 FLOAT = 4  # bytes
+PREEMPTED = 0.2  # of a training, for which a rank waits for a core: each has one, and when nobody else does it is 0.05
 
 
 def work(run_dir: str, rank: int, world_size: int) -> Any:
@@ -238,31 +238,48 @@ def of_calls(marks: list[tuple[int, int]], events: list) -> list[list[tuple[int,
 
 
 def trainings(asked: dict, folder: Path, device: torch.device, rank: int, world_size: int) -> tuple[dict, list]:
-    """A few steps of each job, in a folder of its own as that of a run. What has process groups is kept. Found: how
-    fast this machine was before the first and after the last of them."""
+    """A few steps of each job, in a folder of its own as that of a run; once more where others took its cores, and the
+    calmer one counts. What has process groups is kept. Found: the folders that count, and how fast this machine was
+    before the first and after the last of them."""
     probe = speed.Probe(folder, rank)
     kept: list = [probe]
     if world_size > 1:
         dist.barrier()
     before = probe.step_seconds(asked["budget"])
-    origin = asked["origin"]
+    where, folders, left = (asked["origin"], device, rank, world_size), [], asked["again"]
     for i, values in enumerate(asked["jobs"]):
-        job = prepare(Spec.from_dict(values))
-        place_of = folder / f"job{i}"
-        place_of.mkdir(exist_ok=True)
-        if job.spec.mode not in ONE_PROCESS_MODES or rank == 0:
-            recorder = Recorder(place_of / f"rank{rank}.jsonl", rank, origin, enabled=True)
-            place = Place(rank, 1 if job.spec.mode in ONE_PROCESS_MODES else world_size, device, recorder, place_of)
-            training = modes.run(job.spec.mode).training(job, place)
-            mark_updates(training.optimizer, recorder)
-            checked = training.held(), Parity(job, place, training), Targets(job, place)
-            with (place_of / f"rank{rank}.steps.jsonl").open("w", encoding="utf-8") as steps:
-                for step in range(job.steps):  # as in a run, where each line is written when its step is done
-                    steps.write(json.dumps(worker.one_step(job, place, training, *checked, step)) + "\n")
-                    steps.flush()
-            recorder.flush()
+        job, name = prepare(Spec.from_dict(values)), f"job{i}"
+        training, waited, seconds = trained(job, folder / name, *where)
+        kept.append(training)
+        if waited > PREEMPTED and seconds < left:
+            left -= seconds
+            training, now, _ = trained(job, folder / f"{name}-again", *where)
             kept.append(training)
-        if world_size > 1:
-            dist.barrier()
+            name = f"{name}-again" if now < waited else name
+        folders.append(name)
         told(folder, rank)
-    return {"step_seconds": [before, probe.step_seconds(asked["budget"])]}, kept
+    return {"step_seconds": [before, probe.step_seconds(asked["budget"])], "folders": folders}, kept
+
+
+def trained(
+    job: Job, folder: Path, origin: int, device: torch.device, rank: int, world_size: int
+) -> tuple[Training, float, float]:
+    """A training, as it is recorded in `folder`; the most of its time for which a rank had to wait for a core; and how
+    long it took on the rank that took longest: ranks know the same of both."""
+    folder.mkdir(exist_ok=True)
+    recorder = Recorder(folder / f"rank{rank}.jsonl", rank, origin, enabled=True)
+    place = Place(rank, world_size, device, recorder, folder)
+    training = modes.run(job.spec.mode).training(job, place)
+    mark_updates(training.optimizer, recorder)
+    checked = training.held(), Parity(job, place, training), Targets(job, place)
+    began, waited = time.perf_counter(), cores.waited()
+    with (folder / f"rank{rank}.steps.jsonl").open("w", encoding="utf-8") as steps:
+        for step in range(job.steps):  # as in a run, where each line is written when its step is done
+            steps.write(json.dumps(worker.one_step(job, place, training, *checked, step)) + "\n")
+            steps.flush()
+    seconds = time.perf_counter() - began
+    most = torch.tensor([0.0 if waited is None else (cores.waited() - waited) / seconds, seconds])
+    recorder.flush()
+    if world_size > 1:
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+    return training, *most.tolist()

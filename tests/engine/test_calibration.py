@@ -12,7 +12,7 @@ import pytest
 
 from engine.asking.rules import SpecError
 from engine.calibration.calibrated import Arrival, Call, Sample, arrivals, costs, line, scale, unevenness
-from engine.cost import calibration
+from engine.cost import calibration, kernels
 from engine.cost.calibration import (
     DIFFERS,
     OLD,
@@ -28,7 +28,7 @@ from engine.cost.calibration import (
     store,
     this_machine,
 )
-from engine.cost.local import Local, part_class, run_by
+from engine.cost.local import Local, moved, part_class, run_by
 from engine.cost.machine import machine
 from engine.plan import Op
 from engine.predict import predict
@@ -197,6 +197,36 @@ def test_an_op_takes_its_fixed_part_its_bytes_and_its_flops():
     assert Local(MADE, ("ddp",)).compute(op, 1) == alone.compute(op, 1)
 
 
+# Of 10 tokens of 100 numbers: a product with a parameter, the same one's gradients, and attention of 4 heads.
+PRODUCT = kernels.matmul(10, 200, 100, 4)
+HEADS = kernels.Kernel(kernels.ATTENTION, 10, 10, 25, batch=4, item=4, weight=False, half=True)
+
+
+def test_each_product_takes_what_one_of_its_size_does():
+    """Two small ones take longer than one of as many FLOPs: here 1 us a MFLOP up to 10, and a tenth of that beyond."""
+    curves = {**MADE.curves, "fp32/1": ((0.0, 0.0), (1e7, 1e-5), (1e8, 1.9e-5)), "fp32/2": ((0.0, 0.0), (1e8, 1.0))}
+    alone = Local(dataclasses.replace(MADE, curves=curves, ops={}))
+    large = kernels.matmul(1000, 1000, 10, 4)  # 2e7
+    one = Op(kind="forward", part="block1", flops=4 * 10**7, kernels=(large, large))
+    assert alone.matmul(one, 1) == pytest.approx(2 * 1.1e-5)
+    assert alone.matmul(dataclasses.replace(one, kernels=()), 1) == pytest.approx(1.3e-5)
+    # Heads are one call, each made by one thread, and no head is cut in two: four, of each half of two products.
+    heads = Op(kind="forward", part="block1", flops=10**4, kernels=(HEADS,))
+    assert alone.matmul(heads, 1) == pytest.approx(4 * 2 / 2 * 2 * 10 * 10 * 25 * 1e-12)
+    assert alone.matmul(heads, 2) == pytest.approx(alone.matmul(heads, 1) / 2)
+    back = dataclasses.replace(heads, kernels=kernels.backward((HEADS,), 1))
+    assert alone.matmul(back, 1) == pytest.approx(2.5 * alone.matmul(heads, 1))
+
+
+@pytest.mark.parametrize(("made", "weights"), [(kernels.forward, 1), (kernels.backward, 2)])
+def test_what_a_product_reads_of_its_parameter_is_part_of_the_product(made, weights):
+    """100 x 200 of 4 bytes, once forward; backward read for one product and written by the other."""
+    op = Op(kind="forward", part="block1", bytes=weights * 80_000 + 500, kernels=made((PRODUCT, HEADS), 3))
+    assert moved(op) == 500
+    assert Local(MADE).beside(op, 1) == pytest.approx(2e-4 + 500e-9)
+    assert moved(dataclasses.replace(op, kernels=())) == op.bytes
+
+
 def test_more_threads_make_products_faster():
     op = Op(kind="forward", part="block1", flops=10**9)
     two = dataclasses.replace(MADE, ops={k.replace("single/1", "single/2"): v for k, v in MADE.ops.items()})
@@ -241,8 +271,9 @@ def test_before_an_op_its_rank_spends_its_lead_where_it_waits_for_the_op():
 
 
 def test_layers_that_differ_in_their_number_are_of_one_class():
-    parts = ("block12", "block1.attention", "fc2", "conv1", "conv2", "owner3", "")
-    assert [part_class(part) for part in parts] == ["block", "block.attention", "fc", "conv1", "conv2", "owner", ""]
+    of = {"block12": "block", "block1.attention": "block.attention", "block1.attention0": "block.attention#"}
+    of |= {"fc2": "fc", "conv1": "conv1", "conv2": "conv2", "owner3": "owner", "": ""}
+    assert {part: part_class(part) for part in of} == of
 
 
 def test_a_mesh_of_several_axes_is_run_by_several():
@@ -277,9 +308,9 @@ def test_costs_are_found_again_from_what_ops_of_these_costs_take():
     alone = Local(dataclasses.replace(MADE, ops={}))
     samples = []
     for size, flops in ((10_000, 10**7), (1_000_000, 10**9)):
-        beside = 2e-4 + 1e-9 * size
-        seconds = (beside + alone.matmul(flops, 1)) / 0.9
-        samples.append(Sample("forward", "block1", size, flops, seconds, (1e-4 + 3e-9 * size) / 0.9))
+        op = Op(kind="forward", part="block1", bytes=size, flops=flops)
+        seconds = (2e-4 + 1e-9 * size + alone.matmul(op, 1)) / 0.9
+        samples.append(Sample(op, seconds, (1e-4 + 3e-9 * size) / 0.9))
     found = costs("ddp", samples, alone, 0.9)
     assert found["ddp/forward/block"] == pytest.approx(Cost(1e-4, 2e-4, 1e-9, 3e-9), rel=1e-6)
     assert found["ddp/forward/*"] == found["ddp/forward/block"]

@@ -4,11 +4,14 @@ can be done by hand."""
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
 from engine.calibration import calibrate
 from engine.calibration.calibrate import Measured, Measuring, Part, curves, probes, speeds
+from engine.job import prepare
+from engine.spec import Spec
 
 
 def test_a_core_is_as_fast_as_what_all_do_on_it():
@@ -83,6 +86,42 @@ def test_what_others_disturbed_is_measured_once_more_and_the_calmer_one_kept(mon
     monkeypatch.setattr(Measuring, "_calibration", lambda self, found, began: [one.others for one in found])
     monkeypatch.setattr(calibrate.Launcher, "warm", lambda self: None)
     assert Measuring().run() == wanted and not left
+
+
+def test_a_training_whose_cores_others_took_is_done_once_more_and_the_calmer_one_counts(tmp_path, monkeypatch):
+    """Four that each take a second, of which 2.5 are left for more: the second was calmer at first, and for the last
+    there is no time."""
+    import torch
+
+    from engine.real import calibration as measuring
+
+    waited = {"job0": 0.1, "job1": 0.3, "job1-again": 0.4, "job2": 0.5, "job2-again": 0.1, "job3": 0.9}
+    done = []
+
+    def train(job, folder, *_):
+        done.append(folder.name)
+        return job, waited[folder.name], 1.0
+
+    monkeypatch.setattr(measuring, "trained", train)
+    monkeypatch.setattr(measuring.speed.Probe, "step_seconds", lambda *_: 0.01)
+    asked = {"jobs": [Spec(mode="single", devices=1, model="mlp", dataset="synthetic").to_dict()] * 4}
+    asked |= {"origin": 0, "budget": 0.0, "again": 2.5}
+    found, kept = measuring.trainings(asked, tmp_path, torch.device("cpu"), 0, 1)
+    assert done == [*waited] and len(kept) == 1 + len(done)
+    assert found["folders"] == ["job0", "job1", "job2-again", "job3"]
+
+
+def test_how_long_a_training_waited_for_a_core_is_what_the_kernel_says(tmp_path, monkeypatch):
+    """A clock of the kernel's that goes half as fast as time: half of it."""
+    import torch
+
+    from engine.real import calibration as measuring
+
+    job = prepare(Spec(mode="single", devices=1, model="mlp", dataset="synthetic", steps=3, parity_steps=0))
+    monkeypatch.setattr(measuring.cores, "waited", lambda: time.perf_counter() / 2)
+    _, waited, seconds = measuring.trained(job, tmp_path / "job0", 0, torch.device("cpu"), 0, 1)
+    assert waited == pytest.approx(0.5, rel=1e-2) and seconds > 0
+    assert len((tmp_path / "job0" / "rank0.steps.jsonl").read_text().splitlines()) == 3
 
 
 def test_a_collective_takes_from_its_last_start_to_its_last_end():
