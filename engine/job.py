@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from engine import checkpoints, schedules
 from engine.asking import branches, frozen, slow
-from engine.asking.checks import check_batch, check_compression, check_fault, check_mode
+from engine.asking.checks import check_batch, check_compression, check_fault, check_mode, check_size
 from engine.asking.faults import parse_fault
 from engine.asking.here import check_torch, count_gpus, lacks_compiler
 from engine.asking.meshes import fill_degrees, splits, told
@@ -210,6 +210,7 @@ def _prepare(spec: Spec) -> Job:
         spec = fill_degrees(spec)
     check_batch(spec, num_train)
     spec = check_mode(spec, layers)
+    check_size(spec, layers)
     branches.check(spec, layers)
     frozen.check(spec)
     _check_saved(spec)

@@ -34,6 +34,9 @@ from engine.modes.context.deal import num_chunks
 from engine.plan import AXES
 from engine.spec import MAX_DEVICES, Spec
 
+COUNTABLE = 2**63  # FLOPs or bytes
+STANDING = 18  # bytes of a parameter at most: itself, its gradient, and an optimizer's state with a copy of it, in fp32
+
 
 def check_mode(spec: Spec, layers: tuple[Layer, ...]) -> Spec:
     if spec.mode == "single" and spec.devices != 1:
@@ -204,6 +207,29 @@ def _check_degrees(spec: Spec) -> Spec:
         good, given = [devices // spec.fsdp], {"other": "fsdp", "degree": spec.fsdp, "devices": devices}
         raise SpecError("degrees_of_devices", "dp", spec.dp, suggest=good, **given)
     return spec
+
+
+def check_size(spec: Spec, layers: tuple[Layer, ...]) -> None:
+    """FLOPs and bytes are counted in 64 bits: those of a pass through a layer or a stage, which is three times as much
+    backward at most, and all that a device might hold. They grow at least as fast as batch, context and layers do."""
+    parts, each = replicas(spec) * (spec.accumulate or 1), spec.microbatches or 1
+    samples = spec.global_batch // parts
+    flops = 3 * (sum if spec.mode in STAGE_MODES or spec.microbatches else max)(layer.flops for layer in layers)
+    kept = sum(layer.saved + layer.beside for layer in layers)
+    standing = STANDING * sum(layer.num_params for layer in layers)
+    one, most = max(flops, kept), max(flops * (samples // each), kept * samples)
+    if max(standing, most) < COUNTABLE:
+        return
+    if max(standing, one) < COUNTABLE:
+        setting, step = "global_batch", parts * each
+    elif standing < one and spec.model in TOKEN_MODELS:
+        setting, step = "context", 1
+    else:
+        setting, step, most = "layers", 1, max(standing, most)
+    value = getattr(spec, setting)
+    good = value * COUNTABLE // (most + 1) // step * step
+    good = 1 << good.bit_length() - 1 if setting == "context" and good else good
+    raise SpecError("not_countable", setting, value, suggest=[good] if good > 1 else [], number=f"{most:.2g}")
 
 
 def check_fault(spec: Spec, fault: Fault, steps: int) -> None:

@@ -136,6 +136,8 @@ RULES = {
     "axis_of_model": "Keys and values that are made of a latent are not dealt out: a mesh for the model {model} can "
     "have {works}, and no {setting}; {setting} is {value}.",
     "schedule_of_mode": "The mode {mode} does not run the schedule {value}.",
+    "not_countable": "FLOPs of a pass and bytes of a device are counted in 64 bits, up to 9.2e18; {setting} is "
+    "{value}, with which there are {number}.",
     "norm_of_one": "The model {model} norms each token before its last matrix, and a norm over one number leaves its "
     "sign: what comes before would learn from rounding alone, so hidden must be 2 or more; it is {value}.",
     "heads_divide": "heads must divide hidden ({hidden}); it is {value}.",

@@ -20,6 +20,8 @@ from engine.spec import MODELS, MODES, Spec
 
 ROOT = Path(__file__).parents[2]
 
+LARGE = {"model": "gpt", "hidden": "65536", "dataset": "synthetic", "vocabulary": "16777216"}
+
 # (settings as in a URL, the rule that refuses them, the setting it is about)
 RANGES = [
     ({"devices": "0"}, "out_of_range", "devices"),
@@ -156,6 +158,9 @@ JOINED = [
     ({"mode": "layer_split", "devices": "3", "split": "2,2"}, "split_sum", "split"),
     ({"model": "gpt", "heads": "5"}, "heads_divide", "heads"),
     ({"model": "gpt", "hidden": "1"}, "norm_of_one", "hidden"),
+    ({**LARGE, "context": "65536", "global-batch": "1048576"}, "not_countable", "global_batch"),
+    ({**LARGE, "context": "1048576", "heads": "1024", "head-dim": "65536"}, "not_countable", "context"),
+    ({**LARGE, "model": "moe", "experts": "1024", "ffn": "4194304", "layers": "1024"}, "not_countable", "layers"),
     ({"model": "moe", "hidden": "1", "heads": "1"}, "norm_of_one", "hidden"),
     ({"model": "gpt", "kv-heads": "3"}, "kv_heads_divide", "kv_heads"),
     # The divisors nearest to 1000 are 1026 and 513, but a model has at most 1024 heads.
