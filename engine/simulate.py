@@ -171,15 +171,13 @@ def durations(graph: Graph, machine: Machine, slow: Slow = NOTHING) -> np.ndarra
             seconds += compute_seconds(Ops.of(program.ops).templates, machine, graph.plan.world_size)
     crowding = machine.crowding(graph.plan.world_size)
     known: dict[tuple, float] = {}  # of communication that many ops repeat
-    groups: dict[tuple[int, str], Sequence[int]] = {}  # of a role on an axis
+    groups: dict[tuple, Sequence[int]] = {}  # of a role on an axis, or to a peer there
     for i, op in enumerate(graph.templates):
         if op.is_compute:
             seconds[i] *= slow.computing(graph.representative[graph.lanes[i][0]]) * crowding
         elif op.kind == "send" or op.kind in COLLECTIVES:
-            place = (graph.lanes[i][0], op.axis)
-            if op.peer is not None:
-                group = graph.group(i)
-            elif (group := groups.get(place)) is None:
+            place = (graph.lanes[i][0], op.axis, op.peer, op.ring)
+            if (group := groups.get(place)) is None:
                 group = groups[place] = graph.group(i)
             if machine.local is None:
                 same = (op.kind, op.bytes, group)

@@ -87,7 +87,7 @@ def match(plan: Plan, apart: Sequence[int] | None = None) -> Graph:
     calls: dict[tuple[int, str], np.ndarray] = {}  # nodes of each role on each of its communication lanes
     for role, program in enumerate(plan.programs):
         ops, rank = Ops.of(program.ops), representative[role]
-        names = [plan.lane(rank, op) if op.kind in MESSAGES else lane_of(op, 0) for op in ops.templates]
+        names = _lanes(plan, rank, ops.templates)
         numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
         # Short numbers are sorted digit by digit, in one go.
         short = np.int16 if len(numbers) < 2**15 else np.int32
@@ -109,6 +109,21 @@ def match(plan: Plan, apart: Sequence[int] | None = None) -> Graph:
     _match_messages(graph, calls)
     _match_collectives(graph, calls, role_of)
     return graph
+
+
+def _lanes(plan: Plan, rank: int, ops: Sequence[Op]) -> list[str]:
+    """The lane of each op on a rank; many are on one link."""
+    links: dict[tuple, str] = {}
+    names = []
+    for op in ops:
+        if op.kind not in MESSAGES:
+            names.append(lane_of(op, 0))
+            continue
+        link = (op.kind, op.axis, op.peer, op.ring)
+        if link not in links:
+            links[link] = plan.lane(rank, op)
+        names.append(links[link])
+    return names
 
 
 def _places(values: np.ndarray, count: int) -> list[np.ndarray]:
@@ -174,29 +189,22 @@ def _waits(ops: Ops, by_lane: Sequence[np.ndarray], base: int) -> dict[int, list
     names = {name: i for i, name in enumerate(dict.fromkeys([None, *awaits]))}
     if len(names) == 1:
         return {}
-    waiting = _places(np.array([names[name] for name in awaits], dtype=np.int16)[ops.which], len(names))
-    of_part = np.array([names.get(op.part or None, 0) for op in ops.templates])
+    # A name and a node are one number, so that one search finds what was last issued of what each waiter waits for.
+    number = np.array([names[name] for name in awaits])[ops.which] * len(ops)
+    of_part = np.array([names.get(op.part or None, 0) for op in ops.templates])[ops.which] * len(ops)
+    waiting = np.flatnonzero(number)
     waiters, needs = [], []  # of each lane, who waits, and for whom
     for nodes in by_lane:
         issued = nodes[issues[ops.which[nodes]]]
         if not len(issued):
             continue
-        pairs = []
-        for name, i in names.items():
-            queue = issued[of_part[ops.which[issued]] == i] if name else issued
-            if name is not None and len(queue):
-                place = np.searchsorted(queue, waiting[i])
-                some = place > 0
-                pairs.append((waiting[i][some], queue[place[some] - 1]))
-        if pairs:
-            waiter, need = map(np.concatenate, zip(*pairs, strict=True))
-            order = np.argsort(waiter)
-            waiter, need = waiter[order], need[order]
-            known = np.append(NO_NODE, np.maximum.accumulate(need))[:-1]
-            waiters.append(waiter[need > known])
-            needs.append(need[need > known])
-    if not waiters:
-        return {}
+        queues = np.sort(np.concatenate([of_part[issued] + issued, names.get("", 0) * len(ops) + issued]))
+        last = queues[np.searchsorted(queues, number[waiting] + waiting) - 1]
+        some = (last >= number[waiting]) & (last < number[waiting] + waiting)
+        waiter, need = waiting[some], (last - number[waiting])[some]
+        known = np.append(NO_NODE, np.maximum.accumulate(need))[:-1]
+        waiters.append(waiter[need > known])
+        needs.append(need[need > known])
     node, need = np.concatenate(waiters), np.concatenate(needs)
     order, waits = np.argsort(node, kind="stable"), {}
     for one, other in zip((base + node[order]).tolist(), (base + need[order]).tolist(), strict=True):
