@@ -90,10 +90,10 @@ class Job:
 
     @property
     def num_params(self) -> int:
-        """Of the model, once: a tied head that is held as a copy is not counted again."""
+        """Of the model, once: a tied head that is held as a copy is not counted again, nor is an embedding."""
         total = sum(layer.num_params for layer in self.layers)
-        copied = [math.prod(shape) for name, shape in self.layers[-1].params if name == "linear.weight"]
-        return total - (sum(copied) if self.spec.tied else 0)
+        again = ("token.weight", "linear.weight") if self.spec.tied else ("token.weight",)
+        return total - sum(math.prod(shape) for layer in self.layers[1:] for n, shape in layer.params if n in again)
 
     @property
     def replicas(self) -> int:
@@ -262,6 +262,8 @@ def _check_model(spec: Spec) -> None:
         raise SpecError("kv_heads_divide", "kv_heads", spec.kv_heads, suggest=good, heads=spec.heads)
     if spec.top_k is not None and spec.top_k > spec.experts:
         raise SpecError("top_k_of_experts", "top_k", spec.top_k, suggest=[spec.experts], experts=spec.experts)
+    if spec.mtp is not None and (spec.mode in TENSOR_MODES or (spec.tp or 1) > 1):
+        raise SpecError("does_not_apply", "mtp", spec.mtp, to="tensor ranks")
 
 
 def _last_step(spec: Spec, first_step: int, batches: int) -> int:

@@ -126,6 +126,12 @@ class Spec:
         "the logits as they are, and their gradients (planned models)",
         choices=TORCH_LOSSES,
     )
+    mtp: int | None = setting(
+        None,
+        "modules that predict further tokens, each a block more, behind the last one (planned models)",
+        low=1,
+        high=8,
+    )
     scatter_gather: bool | None = setting(
         None,
         "beside tp, each rank sends its part of a message between stages, which is gathered there, as in Megatron-LM "

@@ -13,7 +13,7 @@ PLANNED_SIZES = ("kv_heads", "head_dim", "ffn", "vocabulary", "activation", "pos
 # And how it is trained.
 PLANNED_SIZES += ("flash", "early_stop", "every_other", "overlap", "master_weights", "scatter_gather", "tp_overlap")
 PLANNED_SIZES += ("share_optimizer", "share_gradients", "dropout", "fused_loss", "keep_qkv", "backward_prefetch")
-PLANNED_SIZES += ("reduce_fp32", "torch_loss")
+PLANNED_SIZES += ("reduce_fp32", "torch_loss", "mtp")
 PLANNED_EXPERTS = ("shared_experts", "dense_layers", "dense_ffn")
 # Settings that a model has, with their defaults; all others do not apply to it.
 MODEL_DEFAULTS = {

@@ -99,7 +99,7 @@ PRESETS = {
         | {"layers": 61, "hidden": 7168, "heads": 128, "ffn": 2048, "vocabulary": 129_280, "context": 4096}
         | {"experts": 256, "top_k": 8, "shared_experts": 1, "dense_layers": 3, "dense_ffn": 18_432},
         671e9,
-        "DeepSeek-AI 2024, arXiv:2412.19437, section 4.2; without the module that predicts a second token",
+        "DeepSeek-AI 2024, arXiv:2412.19437, section 4.2; without the module that predicts a second token (`mtp`)",
     ),
     "kimi_k2": Preset(
         "moe",

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engine.cost.kernels import Kernels, memory
+from engine.cost.kernels import Kernels, matmul, memory
 from engine.model.decoder import FP32 as FP32
 from engine.model.decoder import ITEM_BYTES as ITEM_BYTES
 from engine.model.decoder import Decoder
@@ -162,18 +162,41 @@ def _decoder(spec: Spec, sizes: Decoder, vocabulary: int) -> tuple[Layer, ...]:
         work["qkv"] = item * c * sizes.qkv()
         block = Layer(f"block{i + 1}", params, flops, (c, h), saved, **known, **work)
         blocks.append(block)
+    for module in range(spec.mtp or 0):  # DeepSeek-AI 2024, arXiv:2412.19437, section 2.2
+        blocks += [
+            _ahead(spec, sizes, vocabulary, module),
+            replace(blocks[-1], name=f"block{spec.layers + module + 1}"),
+        ]
     blocks[-1:] = [replace(block, products_copied=sizes.copied()) for block in blocks[-1:]]  # by the head's norm
     # A copy of a tied embedding is held by the last of several stages.
-    copied = not spec.tied or spec.mode in ("layer_split", "pipeline") or (spec.pp or 1) > 1
+    copied = not spec.tied or _in_stages(spec)
     head_params = (("norm.weight", (h,)), *((("linear.weight", (vocabulary, h)),) if copied else ()))
-    flops, logits = 2 * c * h * vocabulary, sizes.logits_saved(vocabulary)
-    kernels = (*sizes.norm_kernels(), *sizes.logits_kernels(vocabulary), *sizes.loss_kernels(vocabulary))
+    times = 1 + (spec.mtp or 0)  # each module's tokens go through the same head
+    flops, logits = times * 2 * c * h * vocabulary, times * sizes.logits_saved(vocabulary)
+    kernels = (*sizes.norm_kernels(), *sizes.logits_kernels(vocabulary), *sizes.loss_kernels(vocabulary)) * times
     work = {"last_flops": flops, "kernels": kernels, "logarithms": logits, "behind": logits}
     head = Layer("head", head_params, flops, (c, vocabulary), sizes.norm_saved() + logits, item, **work)
     if sizes.fused:
         beside, once = sizes.logits_beside(vocabulary)
         head = replace(head, beside=beside, beside_once=once)
     return (embed, *blocks, head)
+
+
+def _in_stages(spec: Spec) -> bool:
+    return spec.mode in ("layer_split", "pipeline") or (spec.pp or 1) > 1
+
+
+def _ahead(spec: Spec, sizes: Decoder, vocabulary: int, module: int) -> Layer:
+    """What a module that predicts a further token does before its block: it joins what the block before it gives and
+    that token's embedding, each after a norm. The embedding is the model's own, of which the last stage has a copy."""
+    h, c, item = sizes.hidden, sizes.context, sizes.item
+    params = (("norm1.weight", (h,)), ("norm2.weight", (h,)), ("join.weight", (h, 2 * h)))
+    if _in_stages(spec) and not module:
+        params += (("token.weight", (vocabulary, h)),)
+    kernels = (*sizes.embed_kernels(), *2 * sizes.norm_kernels(), matmul(c, h, 2 * h, item, given=0))
+    saved, output = 2 * sizes.norm_saved() + sizes.sum_saved(), item * c * h
+    work = {"products": output, "last_flops": 2 * c * 2 * h * h, "copied": sizes.copied(), "kernels": kernels}
+    return Layer(f"ahead{module + 1}", params, 2 * c * 2 * h * h, (c, h), saved - sizes.copied(), item, **work)
 
 
 _Block = tuple[tuple, int, int, int, int, Kernels]  # params, flops, saved, products, last_flops, kernels

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from engine.model.presets import PRESETS
 from engine.validate import words
 from engine.validate.named import name_of, preset_of
+from engine.validate.recipes import modules_ahead
 from engine.validate.rows import MEASURED, Row, Unusable
 from engine.validate.sources import as_its_source
 from engine.validate.stacks import stack_of
@@ -41,6 +42,7 @@ class Case:
     experts: int = 0
     top_k: int = 0
     dense_layers: int = 0  # of those with experts, the first that have none
+    mtp: int = 0  # modules that predict further tokens
     devices: int
     tp: int
     pp: int
@@ -92,6 +94,8 @@ def case_of(row: Row) -> Case:
     inferred = [*corrected]
     shape = _model(row, inferred)
     layout = _layout(row, inferred)
+    if preset := shape.get("preset"):
+        shape["mtp"] = _ahead(row, preset, layout["tp"], inferred)
     batch = _batch(row, layout["dp"], inferred)
     layout |= _schedule(row, layout["pp"], batch["microbatches"], inferred)
     texts = _texts(row, layout, inferred)
@@ -191,6 +195,15 @@ def _published(model: dict[str, Any], preset: str) -> dict[str, Any]:
         "gated": known["activation"] == "swiglu",
         **{name: known[name] for name in ("hidden", "heads", "ffn", "vocabulary", "tied", "experts", "top_k")},
     }
+
+
+def _ahead(row: Row, preset: str, tp: int, inferred: list[str]) -> int:
+    """Modules that predict further tokens, which cannot be planned beside tensor ranks."""
+    modules = modules_ahead(row.id, row.source, preset)
+    if modules and tp > 1:
+        inferred.append("without the module that predicts a second token, a fiftieth of the work")
+        return 0
+    return modules
 
 
 def _layout(row: Row, inferred: list[str]) -> dict[str, Any]:

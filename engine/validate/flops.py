@@ -52,4 +52,5 @@ def step_flops(case: Case, *, causal: bool = False, recompute: bool = True) -> f
     products, attention = block_products(case), attention_products(case, causal=causal)
     times = {"full": (4, 4), "selective": (3, 4)}.get(case.recompute, (3, 3)) if recompute else (3, 3)
     head = FORWARD_AND_BACKWARD * 2.0 * case.context * case.hidden * case.vocabulary
-    return case.global_batch * (case.layers * (times[0] * products + times[1] * attention) + head)
+    blocks = (case.layers + case.mtp) * (times[0] * products + times[1] * attention)
+    return case.global_batch * (blocks + (1 + case.mtp) * head)

@@ -30,7 +30,15 @@ OVERLAPS = (
     r"^25\.09 deepseek_v3 h100 ",
     r"^2[56]\.\d\d\S* qwen3_235b h100 ",
 )
+# deepseek_v3_pretrain_config: mtp_num_layers = 1. A row that is without says so by its name.
+PREDICTS_AHEAD, WITHOUT = r" container.* deepseek_v3 ", r"w/o_MTP"
 FUSED = (r"^26\.0[68]\S* (deepseek_v3|qwen3_\w+) gb[23]00 fp8 ",)
+
+
+def modules_ahead(row_id: str, source: str, model: str) -> int:
+    """That predict a further token each."""
+    asked = re.search(PREDICTS_AHEAD, f"{source} {model} ") and not re.search(WITHOUT, row_id)
+    return int("Megatron-Bridge" in source and bool(asked))
 
 
 def recipe_of(source: str, model: str, device: str, precision: str, stages_per_rank: int, micro_batch: int) -> Recipe:

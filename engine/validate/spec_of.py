@@ -127,7 +127,7 @@ def _model(case: Case) -> dict[str, Any]:
         "machine": case.device,
     }
     if case.preset:
-        return common | {"model": case.preset, "dense_layers": case.dense_layers or None}
+        return common | {"model": case.preset, "dense_layers": case.dense_layers or None, "mtp": case.mtp or None}
     return common | _sizes(case)
 
 
@@ -210,7 +210,8 @@ def _split(case: Case, inferred: list[str]) -> tuple[int, ...]:
         inferred.append("stages with as many blocks as the largest, the last with what is left")
         most = math.ceil(case.layers / stages)
         blocks = [max(0, min(most, case.layers - most * stage)) for stage in range(stages)]
-    blocks[0], blocks[-1] = blocks[0] + 1, blocks[-1] + 1
+    # A module that predicts a further token is a layer and a block more, with the head.
+    blocks[0], blocks[-1] = blocks[0] + 1, blocks[-1] + 1 + 2 * case.mtp
     if min(blocks) < 1:
         raise Unusable("some stages of the pipeline would be empty", f"{case.layers} layers, {stages} stages")
     return tuple(blocks)

@@ -36,6 +36,25 @@ def test_a_deepseek_token_works_with_37_of_671_billion_parameters():
     assert active == pytest.approx(37.5e9, rel=0.02)  # "37B activated" without the embedding
 
 
+def test_a_module_that_predicts_a_second_token_is_a_block_more_and_the_head_once_more():
+    """DeepSeek-V3's has 11.5e9 parameters of its own (README_WEIGHTS.md of deepseek-ai/DeepSeek-V3), and the model's
+    embedding and head; its block is given two tokens' widths (arXiv:2412.19437, section 2.2)."""
+    spec = Spec(mode="single", devices=1, model="deepseek_v3")
+    without, ahead = (prepare(spec.with_(mtp=modules)) for modules in (None, 1))
+    assert ahead.num_params - without.num_params == pytest.approx(11.5e9, rel=0.01)
+    *_, block, head = without.layers
+    *_, last, join, more, twice = ahead.layers
+    assert (last, more.flops, twice.flops) == (block, block.flops, 2 * head.flops)
+    assert join.flops == 2 * 4096 * 7168 * 2 * 7168 and twice.kernels == 2 * head.kernels
+    stages = {"mode": "hybrid", "devices": 4, "pp": 4, "dp": 1, "microbatches": 4, "global_batch": 4}
+    staged = prepare(spec.with_(mtp=1, **stages))
+    assert staged.num_params == ahead.num_params
+    copy = staged.layers[-3].num_params - join.num_params
+    assert copy == 129_280 * 7168  # of the embedding, on the last stage
+    with pytest.raises(SpecError, match="tensor ranks"):
+        prepare(spec.with_(mtp=1, mode="hybrid", devices=2, tp=2, dp=1, global_batch=4))
+
+
 def test_grouped_queries_share_keys_and_a_gate_is_a_third_matrix():
     """Llama 3 8B: queries of 32 heads, keys and values of 8, of 128 numbers each; three matrices of 4096 x 14336."""
     block = prepare(Spec(mode="single", devices=1, model="llama3_8b")).layers[1]

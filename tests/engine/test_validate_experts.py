@@ -95,6 +95,19 @@ def test_a_recipe_decides_how_tokens_travel():
     assert (plain.sent_once, plain.overlaps_exchanges, plain.fused_experts) == (0, False, False)
 
 
+def test_deepseek_v3_predicts_a_second_token_where_its_recipe_does():
+    bridge = {"source": {"repo": "NVIDIA-NeMo/Megatron-Bridge", "where": "26.02 container table"}}
+    pipeline = {"parallel": ONE_NODE | {"pp": 2, "dp": 4, "ep": 4}, "schedule": "1F1B"}
+    found = case(**named("DeepSeekV3", **bridge, **pipeline))
+    spec, _ = spec_of(found)
+    # 61 blocks: 31 and 30, the embedding, and the module, its block and the head.
+    assert (found.mtp, spec.mtp, spec.split) == (1, 1, (32, 33))
+    assert case(**named("DeepSeekV3", id="25.11_DeepSeekV3_(w/o_MTP)", **bridge)).mtp == 0
+    assert case(**named("Kimi_K2", **bridge)).mtp == case(**named("DeepSeekV3")).mtp == 0
+    beside = case(**named("DeepSeekV3", **bridge, parallel=ONE_NODE | {"tp": 2, "dp": 4, "ep": 4, "sp": True}))
+    assert beside.mtp == 0 and any("second token" in text for text in beside.inferred)
+
+
 def test_trays_of_four_are_of_a_rack_that_nvlink_joins():
     found = case(hardware={"gpu": "GB200", "gpus_per_node": 4})
     assert found.per_node == 72 and any("of a rack" in text for text in found.inferred)

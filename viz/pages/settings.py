@@ -69,6 +69,7 @@ MORE = (
     ("share_gradients",),
     ("dropout", "fused_loss"),
     ("torch_loss",),
+    ("mtp",),
     ("shared_experts", "dense_layers"),
     ("dense_ffn",),
     ("optimizer", "clip"),
