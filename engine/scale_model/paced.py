@@ -42,4 +42,9 @@ def check_paced(spec: Spec) -> Spec:
 
 def ratio(factor: float) -> str:
     """1 : 850 of a model that is 850 times slower than what it shows, 22 : 1 of one that is faster."""
-    return f"1 : {factor:.3g}" if factor >= 1 else f"{1 / factor:.3g} : 1"
+    return f"1 : {short(factor)}" if factor >= 1 else f"{short(1 / factor)} : 1"
+
+
+def short(factor: float) -> str:
+    """Three digits, without an exponent: 2,900."""
+    return f"{float(f'{factor:.3g}'):,.10g}"

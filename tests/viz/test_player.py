@@ -210,6 +210,15 @@ class TestPlayer:
             page.wait_for_timeout(100)
             assert ask(page, TOO_LONG) == []
 
+    @pytest.mark.parametrize(("devices", "shrinks"), [(2, False), (8, True)])
+    def test_a_picture_too_high_for_its_window_shrinks_until_all_of_it_is_seen_at_once(self, show, devices, shrinks):
+        page = show(payload_of("ddp", devices, model="gpt", machine_name="h100", taught=True))
+        high, plain = ask(page, "(player) => [player.figure_.clientHeight, player.plain]")
+        assert (high < plain) == shrinks
+        assert page.locator(ROOT).bounding_box()["height"] <= 900 - 60  # the rest is the page's head
+        drawn, axis = (page.locator(part).first.bounding_box() for part in (".ls-stage", ".x2tick"))
+        assert drawn["y"] < axis["y"] < drawn["y"] + drawn["height"]
+
     def test_packets_lie_on_the_links_that_plotly_drew(self, show):
         """Halfway along its flight a packet is in the middle between two boxes, in pixels."""
         payload = payload_of("layer_split", 2, "local")

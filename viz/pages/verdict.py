@@ -12,7 +12,8 @@ import streamlit as st
 
 from engine import archive, checkpoints
 from engine.asking.settings import ONE_PROCESS_MODES
-from engine.scale_model.paced import ratio
+from engine.outcome.accuracy import shared_with
+from engine.scale_model.paced import ratio, short
 from engine.spec import Spec
 from viz.figures.words import show_error
 from viz.locales import Catalogue
@@ -139,17 +140,19 @@ def _step_time(result: Mapping[str, Any], text: Catalogue, elsewhere: bool) -> N
         _card(text("steptime.title"), "", duration(measured), text("steptime.elsewhere"))
         return
     machine = result["spec"]["machine"]
-    detail = text("steptime.detail", predicted=duration(predicted), machine=text.name("machine", machine))
-    verdict = ""
-    shown = result.get("scale_model")
-    if shown is not None:
-        detail += " " + text("steptime.pictured", seconds=duration(shown["pictured_step_time"]), ratio=shown["ratio"])
+    words, verdict, shown = {"predicted": duration(predicted)}, "", result.get("scale_model")
+    if shown is None:
+        detail = text("steptime.detail", machine=text.name("machine", machine), **words)
+    else:
+        there = {"seconds": duration(shown["pictured_step_time"]), "machine": text.name("machine", shown["machine"])}
+        detail = text("steptime.pictured", ratio=shown["ratio"], **there, **words)
     # Another machine's step time says nothing about this one's.
     if measured and (machine == "local" or shown is not None):
         error = predicted / measured - 1
-        verdict = (
-            f":{'gray' if abs(error) <= 0.25 else 'orange'}-badge[{text('steptime.error', error=show_error(error))}]"
-        )
+        colour = "gray" if abs(error) <= NEAR else "orange"
+        verdict = f":{colour}-badge[{text('steptime.error', error=show_error(error))}]"
+        if error < -NEAR and (other := shared_with(result.get("accuracy") or {})):
+            detail += " " + text("steptime.others", **other)
     elif machine != "local":
         detail += " " + text("steptime.other_machine")
     if oversubscribed(result["spec"]):
@@ -238,7 +241,7 @@ def scale_model(spec: Spec, text: Catalogue) -> str:
     """`spec` has its dilation filled in."""
     factor = spec.dilation
     return text(
-        "notice.scale_model", ratio=ratio(factor), machine=text.name("machine", spec.paced), factor=f"{factor:.3g}"
+        "notice.scale_model", ratio=ratio(factor), machine=text.name("machine", spec.paced), factor=short(factor)
     )
 
 

@@ -9,7 +9,8 @@ const ICONS = {
   repeat: "M8 2.5A5.5 5.5 0 1 0 13.5 8H11.8A3.8 3.8 0 1 1 8 4.2V6.6L12.4 3.3L8 0Z",
 };
 const HOLD = 0.9; // seconds that the clock stands at the end of a training step
-const [ENOUGH, LEAST] = [0.9, 0.7]; // of its height: what a picture has on a full screen, and at least on a small one
+const [ENOUGH, LEAST] = [0.9, 0.6]; // of its height: what a picture has on a full screen, and at least on a small one
+const ABOVE = 90; // pixels of the window that a page needs for its own head
 const [SPARING, SPARED] = [".ls-sparing", 200]; // a run that needs all cores, and the milliseconds between two frames beside it
 const CLICK = 4; // pixels: what moves less is a click
 const icon = (name) => `<svg viewBox="0 0 16 16" width="18" height="18" fill="currentColor" aria-hidden="true"><path d="${ICONS[name]}"/></svg>`;
@@ -49,7 +50,7 @@ class Player {
     this.buttons.repeat.onclick = () => this.toggleRepeat();
     this.buttons.full.onclick = () => this.toggleFull();
     this.buttons.full.hidden = !document.fullscreenEnabled;
-    root.addEventListener("fullscreenchange", () => this.ready && this.fit());
+    root.addEventListener("fullscreenchange", () => this.ready && this.grow());
     this.rail = new Rail(this, this.rail_, this.said_);
     this.slider_.oninput = () => { this.pause(); this.seek(+this.slider_.value); };
     this.speed_.value = 1;
@@ -88,7 +89,7 @@ class Player {
     const { data, layout } = themed(payload, theme);
     this.plain = layout.height; // given to the element instead, so that it can grow on a full screen
     delete layout.height;
-    this.figure_.style.height = `${this.plain}px`;
+    this.fit();
     layout.uirevision = `${payload.id} ${payload.end}`; // zoom stays while the clock is the same
     const turn = (this.turn = {});
     await Plotly.react(this.figure_, data, layout, CONFIG);
@@ -98,25 +99,33 @@ class Player {
     this.ready = true;
     this.mark();
     this.seek(this.time);
-    if (document.fullscreenElement === this.root) this.fit();
+    if (document.fullscreenElement === this.root) this.grow();
     if (this.playing) this.run();
   }
 
-  // On a full screen words grow with its width, and the picture as far as there is room beside them. Where there is too
-  // little, words grow less, and then the picture shrinks.
+  // The window's height that is left for the picture, beside words that are so many times as large.
+  roomBeside(loud) {
+    this.root.style.setProperty("--ls-loud", (this.loud = loud));
+    this.rail.arrange();
+    const parts = ["bar", "rail", "said", "words", "foot"].map((part) => this.root.querySelector(`.ls-${part}`).offsetHeight);
+    return innerHeight - (document.fullscreenElement === this.root ? 46 : ABOVE) - parts.reduce((sum, part) => sum + part);
+  }
+
+  // On a page a picture that is too high for the window shrinks, so that devices and every row are seen at once. On a full
+  // screen words grow with its width, and the picture as far as there is room beside them; else words grow less.
   fit() {
-    const full = document.fullscreenElement === this.root, { plain } = this, { font: { size }, margin } = this.payload.figure.layout;
-    const parts = [".ls-bar", ".ls-rail", ".ls-said", ".ls-words", ".ls-foot"].map((part) => this.root.querySelector(part));
-    const room = (loud) => { // for the picture beside words of this size
-      this.root.style.setProperty("--ls-loud", (this.loud = loud));
-      this.rail.arrange();
-      return innerHeight - parts.reduce((sum, part) => sum + part.offsetHeight, 46);
-    };
-    let loud = full ? Math.min(1.6, Math.max(1, innerWidth / 1250)) : 1, left = room(loud);
-    while (full && loud > 1 && left < ENOUGH * plain) left = room((loud = Math.max(1, loud - 0.05)));
-    this.zoom = Math.min(loud, Math.max(1, left / plain));
+    const full = document.fullscreenElement === this.root, { plain } = this;
+    let loud = full ? Math.min(1.6, Math.max(1, innerWidth / 1250)) : 1, left = this.roomBeside(loud);
+    while (loud > 1 && left < ENOUGH * plain) left = this.roomBeside((loud = Math.max(1, loud - 0.05)));
+    this.zoom = full ? Math.min(loud, Math.max(1, left / plain)) : 1;
     this.root.style.setProperty("--ls-zoom", this.zoom);
-    this.figure_.style.height = `${full ? plain * Math.max(LEAST, Math.min(2, left / plain)) : plain}px`; // and the observer does the rest
+    this.figure_.style.height = `${plain * Math.max(LEAST, Math.min(full ? 2 : 1, left / plain))}px`; // and the observer does the rest
+  }
+
+  // The payload's layout, in type that is as much larger as all else.
+  grow() {
+    const { font: { size }, margin } = this.payload.figure.layout;
+    this.fit();
     Plotly.relayout(this.figure_, { "font.size": size * this.zoom, "margin.l": margin.l * this.zoom });
   }
 
@@ -284,7 +293,7 @@ class Player {
         const [k0, k1] = kept[c].map(px);
         if (held[c]) over("path", { d: rounded(k0, k1, py(cell[3]), py(cell[2]), 2), class: "ls-pointed", "stroke-width": Math.min(2.5, (k1 - k0) / 3) });
       });
-      const said = active ? i : this.talking(this.of[1][b], t);
+      const said = active ? i : (this.of[1][b].findLast((i) => spans.t0[i] <= t && t < spans.t1[i]) ?? -1);
       said < 0 ? idle.push(b) : doing.set(spans.words[said], [...(doing.get(spans.words[said]) ?? []), b]);
       if (!on) return;
       const [colour, ink] = looks[spans.look[i]], X0 = px(x0), X1 = px(x1), Y0 = py(y1), Y1 = py(y0);
@@ -315,7 +324,7 @@ class Player {
     }
     const size = Math.min(z, Math.max(0.55, (px(boxes[0].at[1]) - px(boxes[0].at[0])) / 90));
     for (const i of flying) {
-      const [x, y] = this.along(paths[flights.path[i]], (t - flights.t0[i]) / (flights.t1[i] - flights.t0[i]));
+      const [x, y] = along(paths[flights.path[i]].map((link) => this.payload.links[link]), (t - flights.t0[i]) / (flights.t1[i] - flights.t0[i]));
       const [colour, ink, shape] = looks[flights.look[i]], spot = `translate(${px(x)},${py(y)})scale(${size * (pointed === BATCH ? 1.5 : 1)})`;
       over("path", { d: SHAPES[shape], fill: colour, transform: spot, class: "ls-packet" });
       if (flights.number[i] >= 0) over("text", { transform: spot, fill: ink, class: "ls-number" }, String(flights.number[i]));
@@ -327,25 +336,12 @@ class Player {
     this.drawn = (this.drawn ?? 0) + 1; // frames, for tests
   }
 
-  // The point at a share of a path of links, each taking the same time.
-  along(path, share) {
-    const leg = Math.max(0, Math.min(path.length - 1, Math.floor(share * path.length)));
-    const part = Math.max(0, Math.min(1, share * path.length - leg)), [x0, y0, x1, y1] = this.payload.links[path[leg]];
-    return [x0 + (x1 - x0) * part, y0 + (y1 - y0) * part];
-  }
-
   // The last of some spans that has started, or -1.
   current(of, t) {
     const { t0 } = this.payload.spans;
     let low = 0, high = of.length;
     while (low < high) t0[of[(low + high) >> 1]] <= t ? (low = ((low + high) >> 1) + 1) : (high = (low + high) >> 1);
     return low ? of[low - 1] : -1;
-  }
-
-  // The last of some spans that is going on, or -1.
-  talking(of, t) {
-    const { t0, t1 } = this.payload.spans;
-    return of.findLast((i) => t0[i] <= t && t < t1[i]) ?? -1;
   }
 
   // Where the pointer is, on the clock and in the rows.

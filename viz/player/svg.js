@@ -27,6 +27,13 @@ function rounded(x0, x1, y0, y1, r) {
   return `M${x0 + r},${y0}H${x1 - r}A${r},${r} 0 0 1 ${x1},${y0 + r}V${y1 - r}A${r},${r} 0 0 1 ${x1 - r},${y1}H${x0 + r}A${r},${r} 0 0 1 ${x0},${y1 - r}V${y0 + r}A${r},${r} 0 0 1 ${x0 + r},${y0}Z`;
 }
 
+// The point at a share of a way of links, each from x, y to x, y and taking the same time.
+function along(way, share) {
+  const leg = Math.max(0, Math.min(way.length - 1, Math.floor(share * way.length)));
+  const part = Math.max(0, Math.min(1, share * way.length - leg)), [x0, y0, x1, y1] = way[leg];
+  return [x0 + (x1 - x0) * part, y0 + (y1 - y0) * part];
+}
+
 // Draws into an SVG element, using again the children it has: brush(svg)(tag, attributes, text)..., and () to drop the rest.
 const ATTRIBUTES = ["d", "x", "y", "fill", "stroke", "stroke-width", "opacity", "transform", "class", "font-size"];
 function brush(svg) {
