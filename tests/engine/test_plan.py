@@ -139,19 +139,19 @@ def test_a_pipelines_microbatches_add_up_to_the_batch():
         assert of_stages == sum(op.flops for op in whole.ops if op.kind == kind)
 
 
-# DDP's buckets. Bytes of the cnn's parameters in the order in which backward makes them, last first:
-# fc2 40 and 20,000; fc1 2,000 and 1,600,000; conv2 200 and 100,000; conv1 80 and 2,000.
+# DDP's buckets. Bytes of the cnn's parameters in the order in which backward makes them, last first, but of a
+# convolution its weight's: fc2 40 and 20,000; fc1 2,000 and 1,600,000; conv2 100,000 and 200; conv1 2,000 and 80.
 CNN = [
     # The default of 25 MiB has a first bucket of 1 MiB (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES).
     (25.0, [(1_622_040, "fc1"), (102_280, "conv1")]),
     (None, [(1_724_320, "conv1")]),
     (10.0, [(1_724_320, "conv1")]),
     (0.1, [(1_622_040, "fc1"), (102_280, "conv1")]),  # 104,857 bytes: the convolutions do not fill it
-    (0.05, [(1_622_040, "fc1"), (100_200, "conv2"), (2_080, "conv1")]),  # 52,428 bytes
-    (0.01, [(20_040, "fc2"), (1_602_000, "fc1"), (100_200, "conv2"), (2_080, "conv1")]),  # 10,485 bytes
-    (20_040 / MIB, [(20_040, "fc2"), (1_602_000, "fc1"), (100_200, "conv2"), (2_080, "conv1")]),  # reached exactly
+    (0.05, [(1_622_040, "fc1"), (100_000, "conv2"), (2_280, "conv1")]),  # 52,428 bytes
+    (0.01, [(20_040, "fc2"), (1_602_000, "fc1"), (100_000, "conv2"), (2_280, "conv1")]),  # 10,485 bytes
+    (20_040 / MIB, [(20_040, "fc2"), (1_602_000, "fc1"), (100_000, "conv2"), (2_280, "conv1")]),  # reached exactly
     # Missed by one byte, so that fc1's bias fills the first one and its weight a second.
-    (20_041 / MIB, [(22_040, "fc1"), (1_600_000, "fc1"), (100_200, "conv2"), (2_080, "conv1")]),
+    (20_041 / MIB, [(22_040, "fc1"), (1_600_000, "fc1"), (100_000, "conv2"), (2_280, "conv1")]),
 ]
 # The mlp with two hidden layers of 256: out 40 and 10,240; fc2 1,024 and 262,144; fc1 1,024 and 802,816.
 MLP = [
@@ -170,7 +170,9 @@ def test_a_bucket_is_closed_by_the_gradient_that_reaches_its_limit(model, limit_
     made = buckets(layers, limit_mb)
     assert [(bucket.bytes, bucket.last_layer) for bucket in made] == expected
     in_order = [name for bucket in made for name in bucket.params]
-    assert in_order == [f"{layer.name}.{name}" for layer in layers for name, _ in layer.params][::-1]
+    of_layer = {"conv": ("weight", "bias")}
+    wanted = [(layer.name, of_layer.get(layer.name[:4], ("bias", "weight"))) for layer in reversed(layers)]
+    assert in_order == [f"{layer}.{name}" for layer, names in wanted for name in names]
 
 
 @pytest.mark.parametrize(("step", "sizes"), [(0, [1_724_320]), (1, [1_622_040, 102_280]), (2, [1_622_040, 102_280])])

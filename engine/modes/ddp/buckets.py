@@ -30,9 +30,10 @@ def buckets(layers: Sequence[Layer], limit_mb: float | None, *, forward: bool = 
     if limit_mb == DEFAULT_BUCKET_MB:
         limits.insert(0, FIRST_BUCKET_MB * MIB)
     order = [(layer, name, shape) for layer in layers for name, shape in layer.params]
+    order = order if forward else [each for layer in reversed(layers) for each in _arriving(layer)]
     done: list[Bucket] = []
     names, size, first = [], 0, layers[-1]  # of the layers in a bucket the first one, with which backward ends
-    for layer, name, shape in order if forward else reversed(order):
+    for layer, name, shape in order:
         first = first if forward and names else layer
         names.append(f"{layer.name}.{name}")
         size += layer.item * math.prod(shape)
@@ -42,6 +43,14 @@ def buckets(layers: Sequence[Layer], limit_mb: float | None, *, forward: bool = 
     if names:
         done.append(Bucket(size, tuple(names), first.name))
     return done[::-1] if forward else done
+
+
+def _arriving(layer: Layer) -> list[tuple[Layer, str, tuple[int, ...]]]:
+    """Gradients of a layer in order of arrival: the last parameter's first, but of a convolution, whose backward makes
+    both at once, the weight's."""
+    params = [(layer, name, shape) for name, shape in layer.params]
+    convolves = any(len(shape) == 4 for _, shape in layer.params)
+    return params if convolves else params[::-1]
 
 
 def filled_without(whole: Sequence[Bucket], used: Sequence[str]) -> list[Bucket]:
