@@ -25,15 +25,15 @@ def seconds(value: float | None) -> str:
     if value is None:
         return "-"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(value) >= scale:
-            return f"{value / scale:.3g} {unit}"
+        if abs(value) >= 0.9995 * scale:  # what would be read as 1000 of the next unit is 1 of this one
+            return f"{value / scale:.3g} {unit}" if abs(value) < 999.5 else f"{value:,.0f} s"
     return "0 s" if value == 0 else f"{value / 1e-9:.3g} ns"
 
 
 def size(value: float | None) -> str:
     if value is None:
         return "-"
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, scale in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(value) >= scale:
             return f"{value / scale:.4g} {unit}"
     return f"{round(value)} B"  # never -0

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from dataclasses import dataclass, fields, replace
+from numbers import Real
 from statistics import NormalDist
 
 from engine.asking.rules import SpecError
@@ -17,17 +19,28 @@ from engine.cost.local import Local
 EVERYBODY = 0  # ranks of a tier that reaches all of them
 GAINS = {"bf16": "bf16_gain", "fp16": "fp16_gain", "fp8": "fp8_gain"}  # precision -> how much faster than fp32
 
+FREE = ("rate", "flop_rate", "memory_rate", "link_rate", "load_rate", "flash_rate")  # may be infinite: it costs nothing
+UNKNOWN = ("memory_size", "peak_flop_rate")  # may be None
+
 
 def _checked(thing: object, positive: tuple[str, ...], nonnegative: tuple[str, ...]) -> None:
     """SpecError with the rule that a number of a machine breaks."""
     for name in positive:
-        value = getattr(thing, name)
-        if value is not None and not value > 0:
-            raise SpecError("impossible_machine", name, value, wanted="greater than 0")
+        value, free = getattr(thing, name), name in FREE
+        most = math.inf if free else sys.float_info.max
+        if not (value is None and name in UNKNOWN) and not (_is_number(value) and 0 < value <= most):
+            wanted = "a number greater than 0" + ("" if free else ", and finite")
+            raise SpecError("impossible_machine", name, str(value), wanted=wanted)
     for name in nonnegative:
         value = getattr(thing, name)
-        if not 0 <= value < math.inf:
-            raise SpecError("impossible_machine", name, value, wanted="0 or more, and finite")
+        if not (_is_number(value) and 0 <= value <= sys.float_info.max):
+            raise SpecError("impossible_machine", name, str(value), wanted="a number, 0 or more, and finite")
+
+
+def _is_number(value: object) -> bool:
+    """One that can be reckoned with as a float."""
+    fits = isinstance(value, Real) and not isinstance(value, bool)
+    return fits and (value == math.inf or abs(value) <= sys.float_info.max)
 
 
 def most_of(number: int) -> float:

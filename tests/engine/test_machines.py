@@ -25,6 +25,13 @@ GPUS = [name for name, found in MACHINES.items() if found.sms]
         ("memory_size", 0),
         ("link_latency", -1e-6),
         ("op_overhead", math.inf),
+        ("bf16_gain", math.inf),
+        ("peak_flop_rate", math.inf),
+        ("flop_rate", "fast"),
+        ("flop_rate", 10**400),
+        ("flop_rate", None),
+        ("link_latency", True),
+        ("link_latency", None),
         ("outer", ()),
         ("outer", ((4, Link(0.0, 1.0)), (EVERYBODY, Link(0.0, 1.0)))),
     ],
@@ -36,7 +43,7 @@ def test_an_impossible_machine_is_refused_with_the_rule(field, value):
     assert refused.value.setting == ("tiers" if field == "outer" else field)
 
 
-@pytest.mark.parametrize("link", [(-1.0, 1.0), (0.0, 0.0), (0.0, math.nan), (math.inf, 1.0)])
+@pytest.mark.parametrize("link", [(-1.0, 1.0), (0.0, 0.0), (0.0, math.nan), (math.inf, 1.0), ("x", 1.0), (0.0, None)])
 def test_an_impossible_link_is_refused(link):
     with pytest.raises(SpecError, match=r"A machine's (latency|rate) must be"):
         Link(*link)
