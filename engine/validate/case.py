@@ -311,18 +311,19 @@ def _texts(row: Row, layout: dict[str, Any], inferred: list[str]) -> dict[str, A
     island = words.island(words_of(row.hardware, "intra"))
     if island is not None and per_node % island:
         raise Unusable("groups of devices that are joined each to each do not fill a node", f"{island} of {per_node}")
-    network = words.network_rate(words_of(row.hardware, "inter"), whole(row.hardware, "gpus_per_node") or per_node)
+    stack, inter = stack_of(row), words_of(row.hardware, "inter")
+    network = words.network_rate(inter, whole(row.hardware, "gpus_per_node") or per_node)
     if network is None and layout["devices"] > per_node:
         inferred.append("network between nodes as the machine catalogue has it")
     if network is not None:
-        network /= words.interference(row.notes)
+        network /= words.interference(row.notes) * (words.cards(inter) if stack.one_card else 1)
     precision = words.precision(row.precision)
     if precision is None:
         precision = "fp16"
         inferred.append("numbers of 16 bits")
     recompute = words.recompute(row.recompute)
     if recompute is None:
-        recompute = stack_of(row).recompute
+        recompute = stack.recompute
         inferred.append(
             "nothing is recomputed" if recompute == "none" else f"as its software does: {recompute} recomputing"
         )

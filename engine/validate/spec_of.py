@@ -230,7 +230,7 @@ def machine_of(case: Case) -> Machine:
         memory_rate=case.memory_rate,
         power=case.power,
         attention=SECOND if DETERMINISTIC.search(case.row.notes) else stack.attention,
-        one_card=stack.one_card,
+        by_tensor=stack.by_tensor,
         blocking=bool(BLOCKED.search(case.row.notes)),
     )
     eager = case.gated and EAGER.search(f"{case.row.id} {case.row.notes}")
@@ -266,19 +266,19 @@ def machine_with(
     memory_rate: float | None = None,
     power: float | None = None,
     attention: str = LATEST,
-    one_card: bool = False,
+    by_tensor: bool = False,
     blocking: bool = False,
 ) -> Machine:
     """Rates in bytes a second, of data sheets, and watts; what is None stays as the catalogue has it. `island`:
     devices of a node that NVLink joins, with PCIe between such groups. `attention`:
-    the kernel that does it. `one_card`: all devices of a node share one network card, and what is gathered is so tensor
-    by tensor. `blocking`: a kernel is made ready when the one before has ended."""
+    the kernel that does it. `by_tensor`: what leaves a node is gathered tensor by tensor. `blocking`: a kernel is made
+    ready when the one before has ended."""
     known = MACHINES[device]
     outer = network(network_rate / GIGABIT) if network_rate else known.tiers[-1][1]
-    if one_card:
+    if by_tensor:
         slower = {name: TENSORS * getattr(outer, name) for name in ("latency", "chunk", "word")}
         slower["tree"] = tuple(TENSORS * seconds for seconds in outer.tree)
-        outer = replace(outer, rate=outer.rate / per_node, **slower)
+        outer = replace(outer, **slower)
     changes: dict[str, Any] = {"node_size": per_node, "outer": ((EVERYBODY, outer),)}
     if island:
         changes |= {"node_size": island, "outer": ((per_node, PCIE), (EVERYBODY, outer)), "switch": None}

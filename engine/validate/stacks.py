@@ -18,9 +18,10 @@ class Stack(NamedTuple):
     overlaps: bool  # gradients are reduced, and layers gathered, while others compute
     whole_blocks: bool  # full recomputation repeats a block to its end, as Megatron-LM's checkpoint does
     tp_overlaps: bool  # tokens of tensor ranks travel in parts while products work on others
-    one_card: bool  # what is gathered leaves a node by one network card at a time, and tensor by tensor
+    one_card: bool  # what leaves a node does so by one of its network cards at a time
     dropout: bool  # of 0.1, as Megatron-LM has it by default (arguments.py), where the model is a GPT
     scatters: bool  # tensor ranks send their own parts of a message between stages (Narayanan et al. 2021, section 4.1)
+    by_tensor: bool = False  # what is gathered for replicas is so tensor by tensor
     sequence_parallel: bool = False  # beside tp always, where a row does not say
     every_other: bool = False  # recomputing selectively repeats every other product
     vocabulary: int = 51_200  # where a row does not say: GPT-2's 50,257 tokens, padded as Megatron-LM's examples do
@@ -66,14 +67,18 @@ STACKS = (
     # a broadcast from every rank in turn, so that a node's cards do not work side by side.
     (
         r"DeepSpeed ZeRO-3",
-        Stack("DeepSpeed ZeRO-3 of 2021", **(EARLY | {"overlaps": True, "one_card": True})),
+        Stack("DeepSpeed ZeRO-3 of 2021", **(EARLY | {"overlaps": True, "one_card": True}), by_tensor=True),
     ),
-    (r"bigscience|Megatron-DeepSpeed", Stack("Megatron-DeepSpeed of 2022", **EARLY)),
+    # On Jean Zay NCCL sends all by one of a node's four cards (bigscience, experiments/bandwidth: each channel of its
+    # logs is "via NET/IB/1").
+    (r"bigscience|Megatron-DeepSpeed", Stack("Megatron-DeepSpeed of 2022", **(EARLY | {"one_card": True}))),
     (r"SC21|2104\.04473|Korthikanti|2205\.05198|5281919420|vTrain", Stack("Megatron-LM before 2023", **EARLY)),
     # Its text is cut by SentencePiece (examples/pretrain_zero_bubble.sh). With a vocabulary of 32,000 the four models
     # have the sizes that they are named after, 1.5, 6.2, 14.6 and 28.3 billion; with GPT-2's two have 14.7 and 28.4.
     (r"Zero Bubble", Stack("Megatron-LM of 2023", **EARLY, vocabulary=32_000)),
-    (r"MegaScale", Stack("Megatron-LM of 2023", **(LATE | {"attention": SECOND, "overlaps": False}))),
+    # Its baseline writes scores: FlashAttention is among what MegaScale adds to it (Jiang et al. 2024, section 3.3,
+    # arXiv:2402.15627). They are computed again: without, 530B would need more memory than there is.
+    (r"MegaScale", Stack("Megatron-LM of 2023", **EARLY, recompute="selective")),
     # Its table is of spring 2023, with attention as a Triton kernel after the first FlashAttention (attn_impl: triton),
     # and PyTorch 1.13 and 2.0, whose checkpoint repeats a block to its end (early stop came with 2.1). On the way back
     # Composer's FSDP gathers a layer when the one before it is through (BACKWARD_POST by default: FSDPConfig), and the

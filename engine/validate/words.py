@@ -95,6 +95,12 @@ def network_rate(text: str | None, per_node: int) -> float | None:
     return rate if re.search(r"per (gpu|device|chip)", text, re.IGNORECASE) else rate / per_node
 
 
+def cards(text: str | None) -> int:
+    """Network cards of a node, where several are named: 4 of '4x100Gb/s Omni-Path per node'."""
+    several = re.search(r"(\d+)\s*x\s*\d+(?:\.\d+)?\s*[GT]b", text or "")
+    return int(several[1]) if several else 1
+
+
 def _giga(prefix: str) -> float:
     return 1e12 if prefix == "T" else 1e9
 

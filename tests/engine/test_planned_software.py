@@ -54,6 +54,22 @@ def test_a_distributed_optimizer_gathers_a_layer_once_in_a_step_and_fsdp_wheneve
         assert len(gathered) == 4 and (set(gathered.values()) == {1}) is bool(master_weights)
 
 
+def test_a_distributed_optimizer_gathers_on_all_stages_at_once_and_fsdp_as_the_first_microbatch_comes():
+    """So with it no stage waits for the gathers of those before it."""
+    known = {"mode": "hybrid", "devices": 8, "pp": 4, "fsdp": 2, "precision": "bf16", "global_batch": 8}
+    known |= {"layers": 2, "microbatches": 4, "split": (1,) * 4, "schedule": "1f1b", "overlap": False}
+    for master_weights in (True, None):
+        simulation = predict(Spec(**(GPT | known), master_weights=master_weights)).simulation
+        starts = []
+        for first, program in zip(simulation.graph.first, simulation.plan.programs, strict=False):
+            (gather,) = (i for i, op in enumerate(program.ops) if (op.kind, op.axis) == ("all_gather", "fsdp"))
+            received = [i for i, op in enumerate(program.ops) if op.kind == "recv" and op.payload == "activation"]
+            assert all((gather < i) is bool(master_weights) for i in received[:1])
+            starts.append(float(simulation.start[first + gather]))
+        loaded = min(starts)  # the first stage has its batch by then
+        assert len(starts) >= 4 and (max(starts) <= loaded + 1e-5) is bool(master_weights)
+
+
 @pytest.mark.parametrize(("microbatches", "microsteps"), [(2, 1), (4, 1), (2, 3)])
 def test_shared_gradients_of_a_stage_are_whole_from_its_first_backward_until_they_are_reduced(microbatches, microsteps):
     """Four bytes a parameter, beside a shard of each; without, all are whole all the step long. Gone through op by op:

@@ -168,6 +168,7 @@ def test_links_are_of_one_direction():
     assert words.link_rate("NVLink4 900GB/s total") == 450e9
     assert words.link_rate("NVLink5 1.8TB/s total") == 900e9
     assert words.link_rate("NVLink3 (4 links per pair)") is words.link_rate("NVSwitch") is None
+    assert words.cards("4x100Gb/s Omni-Path per node") == 4 and words.cards("400Gb/s RDMA per GPU") == 1
     assert words.island("NVLink3 (4 links per pair)") == 4 and words.island("NVSwitch") is None
 
 

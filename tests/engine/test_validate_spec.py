@@ -105,6 +105,24 @@ def test_a_machine_has_the_links_and_the_memory_of_its_row():
     assert found.memory_rate / known.memory_rate == pytest.approx(2.4 / 3.35)
 
 
+def test_what_leaves_a_node_by_one_of_its_cards_has_that_one_for_all():
+    """BLOOM's nodes have four for 8 devices, 100 Gb/s each, of which NCCL used one: 12.5 GB/s, an eighth for each."""
+    inter = {"inter": "4x100Gb/s Omni-Path per node"}
+    other, bloom = (machine_of(case(source=named, hardware=inter)).tiers[-1][1] for named in ("SC21", "bigscience"))
+    assert other.rate == pytest.approx(4 * bloom.rate) and bloom.rate == pytest.approx(0.95 * 12.5e9 / 8)
+    assert (other.latency, other.chunk) == (bloom.latency, bloom.chunk)
+    plain, shared = (
+        machine_of(case(source=named, hardware={"inter": "8x200Gb/s HDR IB per node"})).tiers[-1][1]
+        for named in ("SC21", "DeepSpeed ZeRO-3")
+    )
+    assert plain.rate == pytest.approx(8 * shared.rate) and shared.latency == pytest.approx(12 * plain.latency)
+
+
+def test_the_baseline_of_megascale_writes_scores_and_takes_them_again():
+    found = settings(source="MegaScale", recompute="not stated")
+    assert (found["flash"], found["recompute"]) == (False, "selective")
+
+
 def test_a_device_under_its_power_is_as_fast_as_was_measured_or_as_its_power_allows():
     """Of 989.4 TFLOP/s in bf16 and 1979 in fp8, 60 % at 500 W; at 400 W the cube root of 4 / 7."""
     limits = {watts: machine_of(case(hardware={"gpu": f"H100-SXM 96GB, {watts}W cap"})) for watts in (500, 400)}

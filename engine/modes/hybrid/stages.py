@@ -43,7 +43,8 @@ def in_stages(
     made = {stage: layer.output_bytes * samples for stage, layer in enumerate(ends)}
     sizes = {stage: size // scattered(job) for stage, size in made.items()}
     asked = (spec.schedule, job.degree("pp"), spec.microbatches, spec.stages_per_rank, spec.schedule_file)
-    rows = rows_of(*asked, kept=bool(spec.master_weights) and spec.paced is None)  # PyTorch trains a scale model
+    keeps = bool(spec.master_weights) and spec.paced is None  # PyTorch trains a scale model
+    rows = rows_of(*asked, kept=keeps)
     blocks: Blocks = {}
     for rank in ranks:
         stages = placement[rank]
@@ -54,7 +55,7 @@ def in_stages(
         for stage in stages:
             known = {"split": split, "local": stage + 1 in stages}
             passes |= _passes(job, mesh, layers, stage, made[stage], seat, blocks, **known)
-        row = _gathering_first(rows[rank], passes) if spec.schedule in ONE_STAGE else rows[rank]
+        row = _gathering_first(rows[rank], passes, at_once=keeps) if spec.schedule in ONE_STAGE else rows[rank]
         apart = job.routed is not None and job.expert_axis != ""
         if apart:
             for stage, turn in product(stages, range(spec.microbatches * job.microsteps)):
@@ -188,13 +189,16 @@ def _without(ops: Sequence[Op], sent: int) -> tuple[Op, ...]:
     return tuple(replace(op, saved=op.saved - sent) if i == last else op for i, op in enumerate(ops))
 
 
-def _gathering_first(actions: Sequence[Action], passes: Passes) -> list[Action]:
-    """The first microbatch finds each layer sharded, and gathers it; gradients are reduced after everything else."""
+def _gathering_first(actions: Sequence[Action], passes: Passes, *, at_once: bool) -> list[Action]:
+    """The first microbatch finds each layer sharded, and gathers it; gradients are reduced after everything else.
+    `at_once`: an optimizer that shares its state alone gathers on all stages when it has stepped, so that none waits
+    for a microbatch before (DeepSpeed, bf16_optimizer.py: step; Megatron-LM, distrib_optimizer.py)."""
     row, stage = [], next(action.stage for action in actions if action.kind == "forward")
     layers = [i for i in range(len(passes)) if (f"gather {i}", stage) in passes]
     if not any(passes[f"gather {i}", stage] for i in layers):
         return [*actions, Action("reduce_grad", stage, None)]
-    first = True
+    first = not at_once
+    row += [Action(f"gather {i}", stage, None) for i in layers if at_once]
     for action in actions:
         if action.kind != "forward":
             row.append(action)
