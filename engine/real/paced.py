@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from engine import modes
 from engine.asking import slow
+from engine.graph.scheduler import schedule
 from engine.job import Job
 from engine.scale_model.paced import TABLE
 from engine.scale_model.pacing import CALL, COMPUTE, RECEIVE, SEND, Beat, key_of, of_rank
@@ -26,9 +27,10 @@ from engine.simulate import durations, matched
 from engine.timeline import NONE, Span
 
 WORD = 8  # bytes of a moment
-# A rank that is late catches up by so much, at the cost of ops that are shorter than they should be; what is more than
-# that (a fault, a machine that is too busy) stays lost.
+# A rank that is late catches up by so much, or by such a part of a step where that is more, at the cost of ops that are
+# shorter than they should be; what is more than that (a fault, a machine that is too busy) stays lost.
 CATCH_UP = 50_000_000  # ns
+PART = 1 / 30
 LEAD = 3_000_000  # ns, from the last rank's coming to a step to the step's begin: all have seen it by then
 LOOK = 300e-6  # seconds between looks for another rank's moment
 
@@ -85,6 +87,7 @@ class Pace:
         self.active = False
         self._programs: dict[int, list[Beat]] = {}  # by the first step that is like theirs
         self._program: list[Beat] = []
+        self._late: dict[int, int] = {}  # ns by which ranks catch up in them, by the same
         self._compute: dict[tuple, int] = {}
         self._moved: dict[tuple[int, str], list[Moved]] = {}  # step, lane: what it carried, in the program's order
         self._sizes: dict[int, dict[str, list[int]]] = {}  # the same of programs: bytes in the miniature, by lane
@@ -118,12 +121,14 @@ class Pace:
             graph = matched(plan, on, slower)
             seconds = durations(graph, on, slower)
             self._programs[alike] = of_rank(graph, seconds, spec.dilation, self.rank)
+            step_time = schedule(graph, seconds)[1].max(initial=0.0) * spec.dilation
+            self._late[alike] = max(CATCH_UP, round(PART * step_time * 1e9))
             self._sizes[alike] = sizes = defaultdict(list)
             small = modes.plan(self.small, step)
             for op in small.program(self.rank).ops:
                 if not op.is_compute:
                     sizes[small.lane(self.rank, op)].append(op.bytes)
-        self._program = self._programs[alike]
+        self._program, self._catch_up = self._programs[alike], self._late[alike]
         self._compute = {beat.key: place for place, beat in enumerate(self._program) if beat.act == COMPUTE}
 
     def end_step(self) -> None:
@@ -238,7 +243,7 @@ class Pace:
 
     def _sleep(self) -> None:
         now = time.monotonic_ns()
-        self.clock = max(self.clock, now - CATCH_UP)
+        self.clock = max(self.clock, now - self._catch_up)
         while now < self.clock:
             time.sleep((self.clock - now) / 1e9)
             now = time.monotonic_ns()

@@ -229,29 +229,34 @@ def test_a_bucket_that_is_noted_late_keeps_its_own_time(tmp_path, monkeypatch) -
             assert seconds == pytest.approx(lengths[op.part], rel=1e-4), (rank, op.part)
 
 
-def test_a_rank_that_is_late_catches_up_and_no_more(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(("dilation", "most"), [(0.02, 30_000_000), (0.6, 60_000_000)])
+def test_a_rank_that_is_late_catches_up_and_no_more(dilation: float, most: int, tmp_path, monkeypatch) -> None:
+    """Of a step of 3 units by 30 ms, or by a thirtieth of it."""
     monkeypatch.setattr(paced, "CATCH_UP", 30_000_000)
-    job = at_scale(prepare(Spec(mode="single", devices=1, model="mlp", paced="unit", dilation=0.02)))
+    job = at_scale(prepare(Spec(mode="single", devices=1, model="mlp", paced="unit", dilation=dilation)))
+    assert steady_step(job).makespan == 3
     now = [1_000_000_000]
     monkeypatch.setattr(paced.time, "monotonic_ns", lambda: now[0])
     monkeypatch.setattr(paced.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + round(seconds * 1e9)))
     pace = Pace(job, trained(job), 0, tmp_path)
     pace.meet(0)
     pace.begin("forward", 0, 0, "fc1")
-    begun = now[0]
-    now[0] += 25_000_000  # busy for longer than the op should take
-    pace.complete("forward", 0, 0, "fc1")
-    assert now[0] == begun + 25_000_000
     lengths = {beat.key[:4]: beat.length for beat in pace._program}
+    begun, busy = now[0], lengths["forward", 0, 0, "fc1"] + 15_000_000  # for longer than the op should take
+    now[0] += busy
+    pace.complete("forward", 0, 0, "fc1")
+    assert now[0] == begun + busy
     pace.begin("forward", 0, 0, "fc2")
     pace.complete("forward", 0, 0, "fc2")
     both = lengths["forward", 0, 0, "fc1"] + lengths["forward", 0, 0, "fc2"]
-    assert now[0] == max(begun + both, begun + 25_000_000)  # by the clock, and not after the delay
+    assert now[0] == max(begun + both, begun + busy)  # by the clock, and not after the delay
     now[0] += 500_000_000
     late = now[0]
-    pace.begin("forward", 0, 0, "out")
-    pace.complete("forward", 0, 0, "out")
-    assert now[0] == max(late, late - 30_000_000 + lengths["forward", 0, 0, "out"])
+    left = [("forward", 0, 0, "out"), *(("backward", 0, 0, part) for part in ("out", "fc2", "fc1"))]
+    for at in left:
+        pace.begin(*at)
+        pace.complete(*at)
+    assert now[0] == late - most + sum(lengths[at] for at in left) > late
 
 
 def test_an_op_that_was_never_named_is_told(tmp_path, monkeypatch) -> None:
