@@ -58,4 +58,6 @@ def test_a_visitor_reads_it_points_at_a_result_and_changes_language(tab: Callabl
     assert "与已发表的测量结果对照" in page.text()
     browser.reload()
     browser.wait_for_selector(".lockstep-chart[aria-label='预测与实测'] .main-svg")
+    browser.set_viewport_size({"width": 400, "height": 900})  # a table scrolls by itself, and not the page with it
+    browser.wait_for_function("() => document.querySelector('[data-testid=stMain]').scrollWidth === 400")
     assert page.problems == []
