@@ -4,8 +4,8 @@ A mesh is a way to write the devices as a product of degrees. A rank goes throug
 microbatches of a pipeline, or micro-steps. Stages of a rank: for each length of the longest stage the fewest, since
 more of no shorter length only add messages. What breaks a rule among these is refused where it is prepared.
 
-Of models that are only planned, sequences are dealt out over devices (cp) from some length on, unless it is asked for:
-that is what their trainings do, and each rank of such a mesh has a program of its own, which takes long to simulate.
+Of models that are only planned, sequences are dealt out over devices (cp) from some length on and as far as published
+trainings do, unless it is asked for: a mesh more to bound and to outline for each that has no cp takes its time.
 And three settings are no choice, since they cost nothing and save time or memory: attention in one kernel, an
 optimizer's state that replicas share, and gradients that ranks of fsdp share beside a pipeline. They are on, unless
 given.
@@ -37,7 +37,8 @@ AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
 ORDER = ("schedule", "stages_per_rank")  # of a pipeline
 SEARCHED = ("mode", *AXES, "sequence_parallel", "expert_tp", "recompute", "accumulate", "microbatches", *ORDER)
 AS_TODAY = {"flash": True, "share_optimizer": True, "share_gradients": True}
-LONG = 16_384  # tokens. Llama 3 was trained with cp 16 at 131,072 and without at 8,192 (arXiv:2407.21783, table 4)
+LONG = 8192  # tokens; of more, sequences may be dealt out
+LEAST_DEALT = 4096  # tokens of a sequence that a rank has, in each published training that dealt them out
 NOT_THE_SAME = ("local_sgd",)  # a mode that trains something else than one device would
 DEFAULTS = {name: Spec.__dataclass_fields__[name].default for name in SEARCHED}
 MOST_MICROSTEPS = Spec.__dataclass_fields__["accumulate"].metadata["high"]
@@ -60,8 +61,9 @@ def meshes(spec: Spec, held: Collection[str]) -> Iterator[Settings]:
     modes = [spec.mode] if "mode" in held else ["hybrid"]
     if "mode" not in held and planned_only(spec) is None and not set(held) & set(AXES):
         modes = [mode for mode in MODES if mode not in NOT_THE_SAME and (mode != "single" or spec.devices == 1)]
+    most_dealt = _most_dealt(spec)
     for mode in modes:
-        free = [axis for axis in _axes(mode, spec.model) if axis not in held and (axis != "cp" or _is_long(spec))]
+        free = [axis for axis in _axes(mode, spec.model) if axis not in held and (axis != "cp" or most_dealt > 1)]
         given = {axis: degree for axis in AXES if axis in held and (degree := getattr(spec, axis)) is not None}
         rest, beyond = divmod(spec.devices, math.prod(given.values()))
         if beyond or (not free and (rest > 1 or not given)):  # it says all of it, or is wrong and will be refused
@@ -69,6 +71,8 @@ def meshes(spec: Spec, held: Collection[str]) -> Iterator[Settings]:
             continue
         for degrees in products(rest, len(free)):
             mesh = dict(zip(free, degrees, strict=True))
+            if mesh.get("cp", 1) > most_dealt:
+                continue
             several = {axis for axis, degree in (mesh | given).items() if degree > 1}
             if len(modes) > 1 and (len(several) < 2 or (mode == "hybrid" and several == {"dp", "fsdp"})):
                 continue  # it is a mode by its own name
@@ -81,9 +85,12 @@ def meshes(spec: Spec, held: Collection[str]) -> Iterator[Settings]:
                 yield {"mode": mode} | mesh | functools.reduce(operator.or_, one)
 
 
-def _is_long(spec: Spec) -> bool:
-    """Whether its sequences may be dealt out without being asked for."""
-    return planned_only(spec) is None or (spec.context or MODEL_DEFAULTS[spec.model]["context"]) > LONG
+def _most_dealt(spec: Spec) -> float:
+    """Over how many ranks its sequences may be dealt out without being asked for."""
+    if planned_only(spec) is None:
+        return math.inf
+    tokens = spec.context or MODEL_DEFAULTS[spec.model]["context"]
+    return tokens // LEAST_DEALT if tokens > LONG else 1
 
 
 def _axes(mode: str, model: str) -> Sequence[str]:
