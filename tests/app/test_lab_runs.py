@@ -152,6 +152,18 @@ def test_the_prediction_error_is_shown_for_this_machine_alone(lab: Lab, record: 
     assert "prediction \u221250\u00a0%" not in words(lab(f"run={record(Spec(machine='h100')).name}"))
 
 
+def test_a_step_far_longer_than_predicted_names_the_cores_that_others_had(lab: Lab, record: Callable[..., Path]):
+    """Where it is a tenth of the cores or more; of a step that took what was predicted the card says nothing."""
+    step = {"kind": "step", "predicted": 1.0, "measured": 2.0, "error": -0.5}
+    found = {"machine": "local", "step": step, "ops": [], "reason": None, "cores": 2, "calibration": "calibrated"}
+    said = "Other programs kept 1.3 of 2 cores busy: the ranks had what was left"
+    folder = record(Spec(), accuracy=found | {"other_cores": 1.3})
+    assert said in words(lab(f"run={folder.name}"))
+    result = archive.read_json(folder / "result.json") or {}
+    archive.write_json(folder / "result.json", result | {"predicted_step_time": result["step_time"]})
+    assert said not in words(lab(f"run={folder.name}"))
+
+
 def test_broken_parity_is_red_and_says_why(lab: Lab, record: Callable[..., Path]):
     bad = {
         "ok": False,

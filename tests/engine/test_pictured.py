@@ -128,7 +128,8 @@ def test_many_ops_make_a_step_longer() -> None:
 
 
 def test_a_factor_is_said_as_a_ratio() -> None:
-    assert [ratio(850.0), ratio(1.0), ratio(0.046)] == ["1 : 850", "1 : 1", "21.7 : 1"]
+    said = [ratio(850.0), ratio(1.0), ratio(0.046), ratio(2894.0)]
+    assert said == ["1 : 850", "1 : 1", "21.7 : 1", "1 : 2,890"]
 
 
 # --- a rank's time ----------------------------------------------------------------------------------------------------
