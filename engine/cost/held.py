@@ -115,7 +115,9 @@ def held_by(ops: Ops) -> Held:
     held[making] = saved
     whole = np.array([not op.part for op in ops.templates], dtype=bool)[ops.which[freeing]]  # of all layers of a stage
     held[freeing] = -np.where(whole, in_chunk[chunk[freeing]], held_by[part[freeing]])
-    held += np.array([op.remains if op.is_compute else 0 for op in ops.templates], dtype=np.int64)[ops.which]
+    held += np.array([0 if op.kind == "reduce_scatter" else op.remains for op in ops.templates], dtype=np.int64)[
+        ops.which
+    ]
     started, done = forward[_is_first(chunk[forward])], backward[::-1][_is_first(chunk[backward[::-1]])]
     in_flight = np.zeros(len(ops), dtype=np.int64)
     in_flight[started] = 1

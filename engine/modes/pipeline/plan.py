@@ -59,7 +59,7 @@ def in_microsteps(
 ) -> Sequence[Op]:
     """The ops of a rank's row: where gradients are accumulated, `before` and the whole schedule once for each
     micro-step, whose microbatches count on, and `after` them all what is done once. What a schedule keeps until it ends
-    goes with its last op."""
+    goes with the last op that computes."""
     count, each = job.microsteps, job.spec.microbatches
     if count == 1:
         return unrolled(row, before=before, after=after)
@@ -67,7 +67,9 @@ def in_microsteps(
     for k in range(count):
         begun = [replace(op, microbatch=k * each) for op in before]
         ops += unrolled(later(row, k * each), before=begun)
-        ops[-1] = replace(ops[-1], remains=ops[-1].remains - sum(op.remains for op in ops if op.is_compute))
+        last = max(i for i, op in enumerate(ops) if op.is_compute)
+        kept = sum(op.remains for op in ops if op.kind != "reduce_scatter")
+        ops[last] = replace(ops[last], remains=ops[last].remains - kept)
     ops += after
     return tuple(ops)
 
