@@ -73,10 +73,15 @@ def read(path: str | Path) -> Published:
     except (OSError, ValueError) as error:
         raise SpecError("no_file", "file", f"{path}: {error}") from None
     try:
-        document = json.loads(text)
+        document = json.loads(text, parse_constant=lambda _: None, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise SpecError("no_measurements", str(path), f"it is not JSON ({error})") from None
     return parse(document, str(path))
+
+
+def _finite(text: str) -> float | None:
+    """NaN and what is too large for a float are no measurements, and rows are printed as JSON, which has neither."""
+    return value if math.isfinite(value := float(text)) else None
 
 
 def parse(document: Any, name: str) -> Published:

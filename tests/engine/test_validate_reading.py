@@ -148,6 +148,15 @@ def test_a_number_that_is_not_finite_is_named():
     assert not found.rows and found.broken[0][2].reason == "a metric is not a finite number"
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_what_json_has_not_got_comes_back_out_of_no_entry(number, tmp_path):
+    """Rows are told with their entries, as JSON."""
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps({"entries": [entry(model={"arch": "odd"})]}).replace('"odd"', number))
+    (row,) = read(path).rows
+    assert row.model["arch"] is None
+
+
 NETWORKS = {
     "8x200Gb/s HDR IB per node": 25e9,
     "4x100Gb/s Omni-Path per node": 6.25e9,
