@@ -29,7 +29,8 @@ def plan(job: Job, step: int) -> Plan:
     apart = job.routed is not None and job.expert_axis != ""  # each rank gets tokens of its own number
     made: dict[tuple[Seat, int], list[Program]] = {}  # (seat, rank of a pipeline) -> of each coordinate on fsdp
     axes = [axis for axis in mesh.axes if apart or axis in ("pp", "fsdp")]  # along which programs differ
-    like = np.array(alike(job))[_coordinates(mesh, "cp")]  # of each rank, the first place on cp that does as it does
+    first_alike = np.arange(job.degree("cp")) if apart else np.array(alike(job))
+    like = first_alike[_coordinates(mesh, "cp")]  # of each rank, the first place on cp that does as it does
     places = np.stack([like, *(_coordinates(mesh, axis) for axis in axes if axis != "cp")])
     _, first, kind = np.unique(places, axis=1, return_index=True, return_inverse=True)
     played: dict[int, Program] = {}
