@@ -43,12 +43,13 @@ def searched(language: str, **choices) -> AppTest:
 
 
 SMALL = {"model": "mlp", "devices": 2, "machine": "h100", "global_batch": 4}
+TIED = {"model": "cnn", "devices": 2, "machine": "h100", "global_batch": 64}  # a pipeline and ddp, within 4 %
 
 
 @pytest.mark.parametrize(("language", "told"), [("en", "cannot be told apart"), ("zh", "无法区分")])
 def test_it_ranks_the_layouts_that_the_engine_finds_and_leads_to_each(language: str, told: str):
-    app = searched(language, **SMALL)
-    search = Search(Spec(**SMALL), set(SMALL))
+    app = searched(language, **TIED)
+    search = Search(Spec(**TIED), set(TIED))
     for _ in search.steps():
         pass
     said = words(app)
@@ -56,7 +57,7 @@ def test_it_ranks_the_layouts_that_the_engine_finds_and_leads_to_each(language: 
     links = app.get("page_link")
     assert len(links) == len(search.best)
     first = links[0].proto.query_string
-    assert all(part in first for part in ("machine=h100", "model=mlp", "global-batch=4"))
+    assert all(part in first for part in ("machine=h100", "model=cnn", "mode=pipeline"))
     (figure,) = charts(app)
     drawn = sum(len(trace["x"]) for trace in figure["data"])
     assert drawn == sum(one.step_time <= 3 * search.best[0].step_time for one in search.fastest.values())
