@@ -31,7 +31,8 @@ def _seconds(op: Op, machine: Machine, ranks: int, known: dict[int, float]) -> f
             known[at] = kernels_seconds(op.kernels, machine)
         return known[at]
     flop_rate = machine.flop_rate * machine.threads(ranks)
-    return machine.op_overhead + max(op.flops / flop_rate, op.bytes / machine.memory_rate)
+    moved = op.bytes * (machine.stepwise_optimizer if op.kind == "optimizer" and not op.part else 1.0)
+    return machine.op_overhead + max(op.flops / flop_rate, moved / machine.memory_rate)
 
 
 def _unit_seconds(ops: tuple[Op, ...], backward: float) -> list[float]:

@@ -140,6 +140,9 @@ class Machine:
     overlaps_exchanges: bool = False  # among experts, beside passes of another micro-batch
     sent_once: int = 0  # copies of a token to experts, of which one goes to each device, and to each node; 0: all go
     unfused: float = 1.0  # how often what kernels besides products move is moved where each operation is a kernel
+    stepwise_optimizer: float = 1.0  # the same of the optimizer's step
+    does: tuple[str, ...] = ()  # what only some software does, and moves bytes for (engine.cost.kernels)
+    taken: tuple[tuple[str, int], ...] = ()  # (product, multiprocessors that communication beside it takes)
     load_rate: float = math.inf  # bytes a second at which a device gets its samples from its host
     precision: str | None = None  # in which it computes, where that was chosen
     local: Local | None = None  # where ops were measured one by one: what each class of them takes
@@ -194,6 +197,7 @@ class Machine:
             "together",
             "crowded",
             "unfused",
+            "stepwise_optimizer",
         )
         rates = (*rates, "memory_size")
         counts = ("cores", "node_size", "block", "sms")

@@ -34,6 +34,8 @@ class Kernel(NamedTuple):
     backward: float = 0
     stepwise: float = 0  # bytes more where each operation of a loss is a kernel of its own
     wide: bool = False  # a product that stays in 16 bits where others are in 8
+    only: str = ""  # of bytes that move only in software that does so: one of those below
+    named: str = ""  # a product of a layer, beside which tokens of tensor ranks may travel
 
     @property
     def flops(self) -> float:
@@ -43,6 +45,17 @@ class Kernel(NamedTuple):
 
 
 Kernels = tuple[Kernel, ...]
+# What is gathered of a layer is copied to a tensor for each parameter, and gradients of these into the one that is
+# reduced (torch's fully_shard: split_with_sizes_copy and chunk_cat, both on the stream that computes); or parameters
+# are views of one flat tensor, of whose gradient those of the views are made one (FullyShardedDataParallel: the way
+# back of torch.split).
+EACH_PARAMETER, FLAT_PARAMETER = "each parameter", "flat parameter"
+# What tensor ranks send each other in turn, while a product works on the next part, is summed when all is there
+# (Transformer Engine, comm_gemm_overlap.cpp: CommOverlapP2PBase::split_overlap_rs).
+SUMMED_LAST = "summed last"
+# Products of a block, and the gradient of one's weight.
+QKV, PROJ, DOWN = "qkv", "proj", "down"
+OF_WEIGHT = " weight"
 MOVED = ("bytes", "backward", "stepwise")
 
 
@@ -51,11 +64,11 @@ MOVED = ("bytes", "backward", "stepwise")
 CAST = 4
 
 
-def matmul(m: int, n: int, k: int, item: int, *, given: float = 1.0, back: float = 1.0) -> Kernel:
+def matmul(m: int, n: int, k: int, item: int, *, given: float = 1.0, back: float = 1.0, named: str = "") -> Kernel:
     """A product with a parameter, of one sample. In 8 bits its operand and its result's gradient are cast, or the
     `given` and `back` parts of them: nothing is where a norm writes its result so, and of tokens that ranks share each
     casts its own before they are gathered. The matrix is cast once a step, which is left out."""
-    return Kernel(MATMUL, m, n, k, item=item, bytes=CAST * given * m * k, backward=CAST * back * m * n)
+    return Kernel(MATMUL, m, n, k, item=item, bytes=CAST * given * m * k, backward=CAST * back * m * n, named=named)
 
 
 def wide_matmul(m: int, n: int, k: int, item: int) -> Kernel:
@@ -63,9 +76,9 @@ def wide_matmul(m: int, n: int, k: int, item: int) -> Kernel:
     return Kernel(MATMUL, m, n, k, item=item, wide=True)
 
 
-def memory(forward: float, backward: float) -> Kernel:
+def memory(forward: float, backward: float, *, only: str = "") -> Kernel:
     """Bytes that a pass reads and writes, of one sample."""
-    return Kernel(MEMORY, bytes=forward, backward=backward)
+    return Kernel(MEMORY, bytes=forward, backward=backward, only=only)
 
 
 def _times(kernel: Kernel, samples: int) -> Kernel:
@@ -135,7 +148,7 @@ def _input_gradient(kernel: Kernel) -> Iterable[Kernel]:
     elif kernel.kind == ATTENTION:
         yield kernel._replace(kind=ATTENTION_BACKWARD)
     else:
-        yield kernel._replace(n=kernel.k, k=kernel.n, bytes=kernel.backward)
+        yield kernel._replace(n=kernel.k, k=kernel.n, bytes=kernel.backward, named="")
         if not kernel.weight:  # both factors are activations
             yield kernel._replace(m=kernel.n, n=kernel.k, k=kernel.m)
 
@@ -144,7 +157,12 @@ def _input_gradient(kernel: Kernel) -> Iterable[Kernel]:
 def weight_gradient(kernels: Kernels, samples: int) -> Kernels:
     """What nobody waits for but the optimizer."""
     products = [kernel for kernel in reversed(forward(kernels, samples)) if kernel.kind == MATMUL and kernel.weight]
-    return tuple(kernel._replace(m=kernel.k, k=kernel.m, bytes=0, of_weight=True) for kernel in products)
+    return tuple(
+        kernel._replace(
+            m=kernel.k, k=kernel.m, bytes=0, of_weight=True, named=kernel.named and kernel.named + OF_WEIGHT
+        )
+        for kernel in products
+    )
 
 
 def halves(kernels: Kernels) -> tuple[Kernels, Kernels]:

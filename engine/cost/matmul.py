@@ -50,6 +50,8 @@ def kernels_seconds(kernels: Kernels, machine: Machine) -> float:
 
 @functools.lru_cache(maxsize=65_536)
 def kernel_seconds(kernel: Kernel, machine: Machine) -> float:
+    if kernel.only and kernel.only not in machine.does:
+        return 0.0
     filled = (
         machine.op_overhead + _written(kernel, machine.stepwise_loss) / machine.memory_rate if machine.fills else 0.0
     )
@@ -58,7 +60,8 @@ def kernel_seconds(kernel: Kernel, machine: Machine) -> float:
 
 def _working(kernel: Kernel, machine: Machine) -> float:
     if kernel.kind == MEMORY:
-        moved = machine.unfused * kernel.bytes + (kernel.stepwise if machine.stepwise_loss else 0)
+        times = 1.0 if kernel.only else machine.unfused
+        moved = times * kernel.bytes + (kernel.stepwise if machine.stepwise_loss else 0)
         return moved / (ELEMENTWISE * machine.memory_rate)
     if kernel.kind == MATMUL:
         return _multiplying(kernel, machine) + _cast(kernel, machine)
@@ -95,10 +98,11 @@ def _product(kernel: Kernel, machine: Machine, beside: float) -> float:
     """`beside`: terms of a sum that what a tile does besides takes as long as, in 16 bits."""
     one = _rate(kernel, machine) / machine.sms  # of a multiprocessor
     beside *= machine.fp8_gain / machine.bf16_gain if _in_8_bits(kernel, machine) else 1.0
+    sms = machine.sms - (dict(machine.taken).get(kernel.named, 0) if kernel.named else 0)
     best = math.inf
     for rows, columns, rate in TILES:
         tiles = kernel.batch * math.ceil(kernel.m / rows) * math.ceil(kernel.n / columns)
-        waves = math.ceil(tiles / machine.sms)
+        waves = math.ceil(tiles / sms)
         best = min(best, waves * 2 * rows * columns * (kernel.k + beside) / (rate * one))
     return best if _aligned(kernel) else best / (UNALIGNED if kernel.weight else UNALIGNED_BATCH)
 

@@ -138,14 +138,15 @@ class Decoder:
         """What makes queries, keys and values; and what takes the result."""
         c, item, h = self.context, self.item, self.hidden
         if self.latent is None:
-            before = [kernels.matmul(c, self.qkv(ranks), h, item, given=0)]
+            before = [kernels.matmul(c, self.qkv(ranks), h, item, given=0, named=kernels.QKV)]
         else:
             made = [(shape, ranks if "_up" in name else 1) for name, shape in self.attention_params()[:-1]]
             before = [kernels.matmul(c, s[0] // parts, s[1], item, given=0) for s, parts in made if len(s) == 2]
         if self.rotary:
             turned = item * c * self.qkv(ranks)
             before.append(kernels.memory(2 * turned, 2 * turned))
-        return tuple(before), (kernels.matmul(c, h, self.queries(ranks), item, back=1 / ranks),)
+        after = (kernels.matmul(c, h, self.queries(ranks), item, back=1 / ranks, named=kernels.PROJ),)
+        return tuple(before), after + self._summed_last(ranks, c)
 
     def _core(self, ranks: int) -> Kernels:
         """Scores, softmax, weighted sum; each query attends to the keys up to its own."""
@@ -198,8 +199,14 @@ class Decoder:
         return (
             kernels.matmul(c, inputs * width, h, item, given=0),
             kernels.memory((inputs + 1) * made, (2 * inputs + 1) * made),
-            kernels.matmul(c, h, width, item, back=1 / ranks),
+            kernels.matmul(c, h, width, item, back=1 / ranks, named=kernels.DOWN),
+            *self._summed_last(ranks, c),
         )
+
+    def _summed_last(self, ranks: int, tokens: int) -> Kernels:
+        """What every rank has made of a rank's tokens is read, and their sum is written."""
+        size = self.item * tokens * self.hidden
+        return (kernels.memory(size + size / ranks, 0, only=kernels.SUMMED_LAST),) if ranks > 1 else ()
 
     # --- what is done to each token ---------------------------------------------------------------------------------
 

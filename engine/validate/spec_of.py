@@ -21,6 +21,7 @@ from engine.validate.case import Case, Predicted, whole
 from engine.validate.recipes import recipe_of
 from engine.validate.rows import Unusable
 from engine.validate.stacks import FIRST, LATEST, SCORES, SECOND, TODAY, stack_of
+from engine.validate.userbuffers import beside_products
 
 GIGABIT = 1e9 / 8
 LINK_REACHED = 0.8  # of NVLink's rate, what NCCL counts on (graph/topo.h): 20 of 25 GB/s for a link
@@ -58,6 +59,9 @@ BLOCKED, BLOCKING = re.compile(r"CUDA_LAUNCH_BLOCKING=1"), 50e-6
 # of two bytes are read or written: by an RMSNorm 18 (made fp32, squared, averaged, scaled, made bf16, times a weight),
 # by one kernel 2; by a rotation in complex fp32 12.5, not 3; by SwiGLU 17.5, not 10.5; by sums 6: 72, not 23.5.
 EAGER, UNFUSED = re.compile(r"(?:\b|_)eager(?:\b|_)"), 72 / 23.5
+# AdamW written out in PyTorch: of a parameter in fp32, weight decay 8 bytes, its two averages 20 each, their root,
+# quotient and sum 8 each, and its step 16: 88, and not the 30 of one kernel that writes 16-bit weights too.
+STEPWISE_OPTIMIZER = 88 / 30
 RINGS = re.compile(r"NCCL_ALGO=Ring")  # and no sums in switches
 # Their optimizer steps before it knows the norm of all gradients, and takes the step back where that is too large.
 HIDES_ITS_RAMP = ("zb_h2", "zb_2p", "zbv")
@@ -102,6 +106,7 @@ def spec_of(case: Case) -> tuple[Spec, tuple[str, ...]]:
     settings["early_stop"] = False if stack.whole_blocks and case.recompute == "full" else None
     settings["every_other"] = True if stack.every_other and case.recompute == "selective" else None
     settings["keep_qkv"] = True if stack.keeps_qkv and case.recompute == "full" else None
+    settings["sync_every_microstep"] = True if stack.each_micro_batch and "accumulate" in settings else None
     settings["backward_prefetch"] = False if stack.gathers_late else None
     settings["reduce_fp32"] = True if stack.reduces_fp32 and case.precision != "fp16" else None
     if stack.heads_by_exchange and case.cp > 1:
@@ -252,6 +257,8 @@ def machine_of(case: Case) -> Machine:
         copies_tokens=stack.copies_tokens and not case.async_tp,  # that sends parts to where they belong
         stepwise_loss=stack.stepwise_loss and FUSED_LOSS not in case.row.notes,
         fills=bool(DETERMINISTIC.search(case.row.notes)),
+        stepwise_optimizer=STEPWISE_OPTIMIZER if stack.stepwise_optimizer else 1.0,
+        **({"does": stack.does} | (beside_products(case) if case.sequence_parallel and stack.tp_overlaps else {})),
     )
 
 

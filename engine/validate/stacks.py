@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from engine.cost.kernels import EACH_PARAMETER, FLAT_PARAMETER
 from engine.validate.rows import Row
 
 
@@ -33,6 +34,9 @@ class Stack(NamedTuple):
     copies_tokens: bool = False  # of tensor ranks, as PyTorch's collectives do along any dimension but the first
     loss: str | None = None  # as PyTorch takes it, of spec.TORCH_LOSSES
     heads_by_exchange: bool = False  # context ranks exchange tokens for heads, and not keys in a ring
+    does: tuple[str, ...] = ()  # kernels that only some software has (engine.cost.kernels)
+    stepwise_optimizer: bool = False  # each of its operations is a kernel
+    each_micro_batch: bool = False  # gradients are reduced after every micro-batch
 
 
 # Attention that writes its scores; else in one kernel, which never does (Dao et al. 2022, arXiv:2205.14135): as it was
@@ -58,9 +62,16 @@ LATE = EARLY | {"attention": LATEST, "overlaps": True}
 # scaled_dot_product_attention takes FlashAttention 2 on devices up to Hopper (torchtitan, models/attention.py).
 PYTORCH = LATE | {"attention": SECOND, "whole_blocks": False, "scatters": False, "dropout": False}
 PYTORCH |= {"reduces_fp32": False, "stepwise_loss": False}
-TORCHTITAN = PYTORCH | {"every_other": True, "reduces_fp32": True, "copies_tokens": True}
+TORCHTITAN = PYTORCH | {"every_other": True, "reduces_fp32": True, "copies_tokens": True, "does": (EACH_PARAMETER,)}
+# Attention is a Triton kernel after the first FlashAttention (attn_impl: triton). On the way back Composer's FSDP
+# gathers a layer when the one before it is through (BACKWARD_POST by default: FSDPConfig), and the table's settings do
+# not say otherwise (scripts/train/benchmarking). Its trainer keeps gradients of micro-batches to themselves in DDP only
+# (composer, trainer/dist_strategy.py: ddp_sync_context), and its AdamW is written out (composer, optim/
+# decoupled_weight_decay.py).
+FOUNDRY = PYTORCH | {"attention": FIRST, "gathers_late": True, "each_micro_batch": True}
+FOUNDRY |= {"does": (FLAT_PARAMETER,), "stepwise_optimizer": True}
 NEMO = {"tp_overlaps": True, "sequence_parallel": True, "reduces_fp32": False, "stepwise_loss": False}
-# The first whose pattern is found in a row's source, set, schedule and notes.
+# The first whose pattern is found in a row's source, set, schedule, precision and notes.
 STACKS = (
     (r"no_scatter_gather", Stack("Megatron-LM of 2021 without scattered messages", **(EARLY | {"scatters": False}))),
     # Parameters are fetched while the layer before computes; each is gathered as a list of shards, which NCCL sends as
@@ -79,14 +90,11 @@ STACKS = (
     # Its baseline writes scores: FlashAttention is among what MegaScale adds to it (Jiang et al. 2024, section 3.3,
     # arXiv:2402.15627). They are computed again: without, 530B would need more memory than there is.
     (r"MegaScale", Stack("Megatron-LM of 2023", **EARLY, recompute="selective")),
-    # Its table is of spring 2023, with attention as a Triton kernel after the first FlashAttention (attn_impl: triton),
-    # and PyTorch 1.13 and 2.0, whose checkpoint repeats a block to its end (early stop came with 2.1). On the way back
-    # Composer's FSDP gathers a layer when the one before it is through (BACKWARD_POST by default: FSDPConfig), and the
-    # table's settings do not say otherwise (scripts/train/benchmarking).
-    (
-        r"llm-foundry",
-        Stack("LLM Foundry of 2023", **(PYTORCH | {"attention": FIRST, "whole_blocks": True}), gathers_late=True),
-    ),
+    # Rows in `amp_bf16` ran PyTorch 2.1, a nightly build of August 2023, whose checkpoint stops early (the same results
+    # with their images: scripts/train/benchmarking/h100new.md of commit beb8dee).
+    (r"llm-foundry.* amp_", Stack("LLM Foundry with PyTorch 2.1", **FOUNDRY)),
+    # Rows in `bf16` are of spring 2023, with PyTorch 1.13, whose checkpoint repeats a block to its end.
+    (r"llm-foundry", Stack("LLM Foundry with PyTorch 1.13", **(FOUNDRY | {"whole_blocks": True}))),
     # Its selective recomputation by `op` keeps every other product (distributed/activation_checkpoint.py). It reduces
     # gradients in fp32 by default (job_config.py: mixed_precision_reduce). In 2024 the loss was eager, compiled or not
     # (train.py: "compiling loss function causes CUDA errors, turning off for now"); in June 2025 it was compiled
@@ -114,5 +122,5 @@ TODAY = Stack("not known", **(LATE | {"stepwise_loss": False}))
 
 
 def stack_of(row: Row) -> Stack:
-    text = " ".join((row.source, row.group, str(row.schedule or ""), row.notes))
+    text = " ".join((row.source, row.group, str(row.schedule or ""), str(row.precision or ""), row.notes))
     return next((stack for pattern, stack in STACKS if re.search(pattern, text, re.IGNORECASE)), TODAY)

@@ -102,7 +102,7 @@ def test_operands_are_cast_to_8_bits_but_those_that_a_norm_writes_so():
     the gradient behind a cut matrix is cast by each for its own tokens."""
     spec = Spec(mode="single", devices=1, model="llama3_8b", layers=1, context=1024)
     sizes = Decoder.of(prepare(spec).spec, 2)
-    up, _, down = sizes.mlp_kernels(ranks=2)
+    up, _, down, _ = sizes.mlp_kernels(ranks=2)
     inside = 14_336 // 2
     assert (up.bytes, up.backward) == (0, 4 * 1024 * 2 * inside)
     assert (down.bytes, down.backward) == (4 * 1024 * inside, 4 * 1024 * 4096 // 2)

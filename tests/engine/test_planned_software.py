@@ -7,9 +7,21 @@ import pytest
 
 from engine import modes
 from engine.asking.rules import SpecError
+from engine.cost import kernels
 from engine.cost.catalogue import MACHINES
 from engine.cost.collectives import HOST_WAIT, communication_seconds
-from engine.cost.kernels import ATTENTION, MATMUL, MEMORY, Kernel, matmul
+from engine.cost.compute import compute_seconds
+from engine.cost.kernels import (
+    ATTENTION,
+    EACH_PARAMETER,
+    FLAT_PARAMETER,
+    MATMUL,
+    MEMORY,
+    SUMMED_LAST,
+    Kernel,
+    matmul,
+    memory,
+)
 from engine.cost.matmul import UNALIGNED, UNALIGNED_BATCH, kernel_seconds
 from engine.job import prepare
 from engine.model import chain
@@ -215,3 +227,55 @@ def test_gradients_of_two_bytes_may_be_reduced_in_four():
     two, four = (modes.plan(prepare(Spec(**context, reduce_fp32=value))).programs[0].ops for value in (None, True))
     changed = {(a.kind, a.payload) for a, b in zip(two, four, strict=True) if a != b}
     assert changed == {("all_reduce", "gradient")}  # not those of keys and values
+
+
+@pytest.mark.parametrize(("mode", "gathers"), [("fsdp", 2), ("zero2", 1)])
+def test_what_fsdp_copies_beside_its_collectives(mode, gathers):
+    """Of a number of 2 bytes: what is gathered is read and written, as often as it is gathered; its gradient as it is
+    put together, or read and written as it is to be reduced, in fp32 of 4 bytes, after the last of 3 micro-steps."""
+    known = {"mode": mode, "devices": 4, "global_batch": 12, "accumulate": 3, "reduce_fp32": True}
+    program = modes.plan(prepare(Spec(**(GPT | {"precision": "bf16"} | known)))).programs[0]
+    moved = Counter()
+    for op in program.ops:
+        for kernel in op.kernels:
+            moved[op.kind, kernel.only] += kernel.bytes * (op.part == "block1")
+    whole = sum(op.bytes * 4 for op in program.ops if op.kind == "all_gather" and op.part == "block1") / gathers / 3
+    back = 3 * 2 * whole * (gathers == 2)  # read and written in each micro-step
+    assert moved["forward", EACH_PARAMETER] == 3 * 2 * whole
+    assert moved["backward", EACH_PARAMETER] == back + 3 * whole  # 2 bytes and 4 of each number
+    assert moved["backward", FLAT_PARAMETER] == 3 * 2 * whole
+
+
+def test_kernels_of_one_software_take_time_there_alone_and_as_copies_do():
+    a100, copy = MACHINES["a100"], memory(4096, 0, only=EACH_PARAMETER)
+    assert kernel_seconds(copy, a100) == 0 == kernel_seconds(copy, replace(a100, does=(FLAT_PARAMETER,)))
+    for unfused in (1.0, 3.0):  # it is one kernel in eager PyTorch too
+        with_it = replace(a100, does=(EACH_PARAMETER,), unfused=unfused)
+        assert kernel_seconds(copy, with_it) == kernel_seconds(memory(4096, 0), a100)
+
+
+def test_an_optimizer_that_is_written_out_moves_more():
+    ops = (Op(kind="optimizer", bytes=1000), Op(kind="optimizer", part="norm", bytes=1000))
+    at = {times: compute_seconds(ops, replace(MACHINES["a100"], stepwise_optimizer=times), 1) for times in (1.0, 3.0)}
+    beside = MACHINES["a100"].op_overhead
+    assert at[3.0][0] - beside == pytest.approx(3 * (at[1.0][0] - beside)) and at[3.0][1] == at[1.0][1]
+
+
+def test_a_product_has_not_the_multiprocessors_that_communication_beside_it_takes():
+    """It takes as long as on a device that has only the others."""
+    h100 = replace(MACHINES["h100"], taken=(("proj", 24), ("qkv weight", 24)))
+    product = matmul(4096, 4096, 8192, 2)
+    seconds = {name: kernel_seconds(product._replace(named=name), h100) for name in ("", "down", "proj")}
+    rest = replace(MACHINES["h100"], sms=132 - 24, flop_rate=h100.flop_rate * (132 - 24) / 132)
+    assert seconds["down"] == seconds[""] < seconds["proj"] == pytest.approx(kernel_seconds(product, rest))
+    block = prepare(Spec(**GPT, mode="single", devices=1, precision="bf16")).layers[1]
+    named = {kernel.named for kernel in kernels.backward(block.kernels, 1)} - {""}
+    assert named == {"qkv weight", "proj weight", "down weight"}  # and no product for an input's gradient
+
+
+def test_what_goes_round_a_ring_is_summed_at_its_end():
+    """Of 2 samples x 32 tokens x 64 numbers of 2 bytes what 2 ranks made of half of the tokens, and their sum: of
+    attention and of the MLP, in 2 blocks."""
+    ops = ops_of(devices=2, tp=2, global_batch=2, sequence_parallel=True)
+    summed = [k.bytes for op in ops for k in op.kernels if op.kind == "forward" and k.only == SUMMED_LAST]
+    assert summed == [2 * 32 * 64 * 2 * 1.5] * 4

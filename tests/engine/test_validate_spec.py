@@ -10,7 +10,7 @@ import pytest
 
 from engine.cost.catalogue import MACHINES, SUSTAINED
 from engine.cost.collectives import collective_seconds
-from engine.cost.kernels import memory
+from engine.cost.kernels import EACH_PARAMETER, FLAT_PARAMETER, SUMMED_LAST, memory
 from engine.cost.matmul import kernel_seconds
 from engine.plan import Op
 from engine.predict import predict
@@ -258,6 +258,35 @@ def test_what_each_software_does_with_gradients_and_gathers():
     ):
         found = settings(source=source, parallel=shards, precision=precision)
         assert (found["reduce_fp32"], found["backward_prefetch"]) == (wide, None), source
+
+
+def test_recipes_give_multiprocessors_to_tokens_that_travel_beside_products():
+    """In 16 bits they go in a pipeline behind two products of a block, in 8 round a ring; without tp they do not go."""
+    of = {"source": "NVIDIA/dgxc-benchmarking", "hardware": {"gpu": "H100-SXM5-80GB"}}
+    layout = {"gpus": 8, "tp": 4, "pp": 1, "dp": 2, "sp": True}
+    sizes = {"hidden": 8192, "heads": 64}
+    for precision, taken, does in (
+        ("BF16", {"proj": 24, "down": 16, "qkv weight": 24}, ()),
+        ("FP8", {"qkv weight": 24}, (SUMMED_LAST,)),
+    ):
+        machine = machine_of(case(**of, model=sizes, parallel=layout, precision=precision))
+        assert (dict(machine.taken), machine.does) == (taken, does)
+        for other in ({"parallel": layout | {"tp": 1, "dp": 8}}, {"source": "NVIDIA/Megatron-LM"}, {"model": {}}):
+            machine = machine_of(case(**(of | {"model": sizes, "parallel": layout} | other), precision=precision))
+            assert (machine.taken, machine.does) == ((), ())
+
+
+def test_llm_foundry_is_that_of_its_rows():
+    """Of PyTorch 1.13, and of 2.1, where recomputing stops early."""
+    shards = {"gpus": 8, "tp": 1, "pp": 1, "dp": 8, "zero": 3}
+    for precision, early_stop in (("bf16", False), ("amp_bf16", None)):
+        of = {"source": "mosaicml/llm-foundry", "parallel": shards, "precision": precision}
+        found = settings(**of, recompute="full", batch={"micro": 1, "grad_accum": 2, "global": 16})
+        assert (found["early_stop"], found["sync_every_microstep"]) == (early_stop, True)
+        assert settings(**of, batch={"micro": 1, "grad_accum": 1, "global": 8})["sync_every_microstep"] is None
+        machine = machine_of(case(**of))
+        assert (machine.does, round(30 * machine.stepwise_optimizer)) == ((FLAT_PARAMETER,), 88)
+    assert machine_of(case(source="torchtitan")).does == (EACH_PARAMETER,) and machine_of(case()).does == ()
 
 
 def test_context_ranks_exchange_heads_where_their_software_does():

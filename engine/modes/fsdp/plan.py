@@ -14,6 +14,7 @@ from engine.graph.columns import joined
 from engine.job import Job
 from engine.model import chain
 from engine.model.shapes import FP32, Layer
+from engine.modes.fsdp.copies import backward_with, forward_with
 from engine.modes.fsdp.norms import norm_sums
 from engine.modes.fsdp.replicas import replicas_of
 from engine.modes.fsdp.turns import most_whole, prefetched
@@ -38,29 +39,29 @@ def gathering_twice(job: Job, mesh: Mesh, units: Sequence[chain.Unit]) -> Plan:
 def passes_twice(job: Job, mesh: Mesh, units: Sequence[chain.Unit], beside: int = 0) -> tuple[Passes, int]:
     """The passes, and the most bytes of whole layers at any time; `beside`: of other buffers, while attention goes
     back."""
-    gathers = [gather(unit.layer, job, mesh) for unit in units]
+    gathers, ranks = [gather(unit.layer, job, mesh) for unit in units], mesh.degree("fsdp")
     ahead = [[op for other in others for op in gathers[other]] for others in prefetched(units)]
+    there, ways_back = forward(job, mesh, units), backward_with(units, job, mesh, gathered=True)
 
     def passes(_: int, synced: bool) -> list[Op]:
-        ops = [*forward(job, mesh, units), *gathers[-1]]
-        for unit, gathered in zip(reversed(units), reversed(ahead), strict=True):
+        ops = [*there, *gathers[-1]]
+        for unit, gathered, back in zip(reversed(units), reversed(ahead), reversed(ways_back[synced]), strict=True):
             if unit.layer.stops:  # gathered for nothing, as FSDP goes by the order of forward
                 break
-            both = (unit.backward, gathered) if job.spec.backward_prefetch is False else (gathered, unit.backward)
+            both = (back, gathered) if job.spec.backward_prefetch is False else (gathered, back)
             ops += [*both[0], *both[1], *(reduce(unit, job, mesh) if synced and not unit.layer.frozen else ())]
         return ops
 
-    ranks = mesh.degree("fsdp")
     return passes, most_whole(units, [gathered_bytes(unit.layer, ranks) for unit in units], ranks, beside)
 
 
 def forward(job: Job, mesh: Mesh, units: Sequence[chain.Unit]) -> list[Op]:
     """Every layer gathered, then computed; on devices of their own the next one is gathered meanwhile."""
-    gathers = [gather(unit.layer, job, mesh) for unit in units]
+    gathers, passes = [gather(unit.layer, job, mesh) for unit in units], forward_with(units, mesh)
     if not overlaps(job):
-        return [op for gathered, unit in zip(gathers, units, strict=True) for op in (*gathered, *unit.forward)]
+        return [op for gathered, ops in zip(gathers, passes, strict=True) for op in (*gathered, *ops)]
     ahead = [*gathers[1:], []]
-    return [*gathers[0], *(op for new, unit in zip(ahead, units, strict=True) for op in (*new, *unit.forward))]
+    return [*gathers[0], *(op for new, ops in zip(ahead, passes, strict=True) for op in (*new, *ops))]
 
 
 def overlaps(job: Job) -> bool:
@@ -71,8 +72,7 @@ def overlaps(job: Job) -> bool:
 def gather(layer: Layer, job: Job, mesh: Mesh) -> list[Op]:
     """A group of one has nothing to gather."""
     ranks = mesh.degree("fsdp")
-    size = padded_bytes(layer, ranks)
-    return [_collective("all_gather", layer, "weights", "fsdp", size, job)] if ranks > 1 else []
+    return [_collective("all_gather", layer, "weights", "fsdp", padded_bytes(layer, ranks), job)] if ranks > 1 else []
 
 
 def reduce(unit: chain.Unit, job: Job, mesh: Mesh) -> list[Op]:

@@ -4,6 +4,7 @@ import itertools
 
 from engine.job import Job
 from engine.model import chain
+from engine.modes.fsdp.copies import backward_with
 from engine.modes.fsdp.plan import forward, reduce, sharded
 from engine.modes.fsdp.units import gathered_bytes
 from engine.plan import Mesh, Op, Plan
@@ -12,11 +13,12 @@ from engine.plan import Mesh, Op, Plan
 def plan(job: Job, step: int) -> Plan:
     ranks = job.degree("fsdp")
     mesh, units = Mesh(("fsdp",), (ranks,)), chain.units(job.layers, job.micro_batch, spec=job.spec)
+    there, ways_back = forward(job, mesh, units), backward_with(units, job, mesh, gathered=False)
 
     def passes(_: int, synced: bool) -> list[Op]:
-        ops = forward(job, mesh, units)
-        for unit in reversed(units):
-            ops += [*unit.backward, *(reduce(unit, job, mesh) if synced else ())]
+        ops = list(there)
+        for unit, back in zip(reversed(units), reversed(ways_back[synced]), strict=True):
+            ops += [*back, *(reduce(unit, job, mesh) if synced else ())]
         return ops
 
     sizes = [gathered_bytes(layer, ranks) for layer in job.layers]
