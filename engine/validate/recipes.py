@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 
 class Recipe(NamedTuple):
-    sends_once: bool = (
-        False  # moe_flex_dispatcher_backend is deepep or hybridep: of a token's copies one goes to a device
-    )
+    # moe_flex_dispatcher_backend is deepep or hybridep: of a token's copies one goes to a device
+    sends_once: bool = False
     overlaps: bool = False  # moe_a2a_overlap: exchanges beside passes of another micro-batch
     fused: bool = False  # cutedsl_fused_grouped_mlp, in a graph of the whole iteration
 
