@@ -44,7 +44,7 @@ MEMORY_REACHED = 0.88
 LAUNCH = 3e-6
 # Of the rate that a large matmul reaches alone, what products keep for hours between all others: clocks fall at the
 # device's power limit, and operands are not in the cache. Fitted on A100s (docs/decisions).
-SUSTAINED = 0.95
+SUSTAINED = 0.94
 # Of devices' rates of large products, the standard deviation beside the mean. On five clusters, four of them V100s,
 # devices differ by 8 % on average (Sinha et al. 2022, arXiv:2208.11035, abstract of version 3), which is taken as the
 # distance of a box plot's whiskers, 5.4 standard deviations of a normal distribution.

@@ -27,7 +27,7 @@ STEP_COUNTER = {"sgd": 0, "adamw": FP32}
 OPTIMIZER_FLOPS = {"sgd": 4, "adamw": 12}
 
 
-ENDS = ("embed", "head")  # of which nothing is computed again but where every layer keeps no more than it must
+ENDS = ("embed", "head")
 
 
 def kept(layer: Layer, spec: Spec | None, *, sent: bool = False) -> int:
@@ -35,7 +35,7 @@ def kept(layer: Layer, spec: Spec | None, *, sent: bool = False) -> int:
     `sent`: its output goes to another device, and is kept here for its gradient."""
     if layer.stops:
         return layer.output_bytes if sent else layer.saved
-    if spec is None or spec.recompute in (None, "none"):
+    if not _is_wrapped(layer, spec):
         return layer.saved + (layer.output_bytes - layer.left if sent else -layer.copied)
     if spec.recompute == "full":
         return layer.left + (layer.qkv if spec.keep_qkv else 0)
@@ -44,8 +44,15 @@ def kept(layer: Layer, spec: Spec | None, *, sent: bool = False) -> int:
 
 def is_recomputed(layer: Layer, spec: Spec | None) -> bool:
     """Whether a layer is computed again before it goes back: only one that keeps less for it."""
-    again = spec is not None and spec.recompute not in (None, "none") and not layer.stops
-    return again and kept(layer, spec) < layer.saved
+    return not layer.stops and _is_wrapped(layer, spec) and kept(layer, spec) < layer.saved
+
+
+def _is_wrapped(layer: Layer, spec: Spec | None) -> bool:
+    """Whether a checkpoint is around it. Ours is around every layer. Published trainings have one around each block: a
+    head's product is taken once forward and twice backward (Narayanan et al. 2021, arXiv:2104.04473, appendix)."""
+    if spec is None or spec.recompute in (None, "none"):
+        return False
+    return not (spec.master_weights and spec.paced is None and layer.name in ENDS)
 
 
 def forward(
@@ -120,7 +127,7 @@ def gone(layer: Layer, spec: Spec) -> int:
 def recompute(layer: Layer, samples: int, spec: Spec, **where: int) -> Op:
     """The layer's forward once more, up to the last thing that backward needs; of products selectively none, or every
     other one."""
-    last = 0 if spec.early_stop is False and layer.name not in ENDS else layer.last_flops
+    last = 0 if spec.early_stop is False else layer.last_flops
     traffic = layer.param_bytes + samples * (layer.saved + layer.output_bytes)
     if spec.recompute == "selective" and spec.every_other:
         work = kernels.every_other(layer.kernels, samples)
