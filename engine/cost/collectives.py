@@ -173,6 +173,7 @@ def _protocols(spans: tuple[tuple[int, Link], ...], in_node: bool) -> list[Proto
     ]
 
 
+@functools.lru_cache(maxsize=256)
 def _in_chunks(link: Link) -> Link:
     return link if link.chunk is None else replace(link, latency=link.chunk)
 

@@ -6,12 +6,14 @@ them, for the fraction of it that is used. An impossible machine (no bandwidth, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
 from dataclasses import dataclass, fields, replace
 from numbers import Real
 from statistics import NormalDist
+from typing import Any
 
 from engine.asking.rules import SpecError
 from engine.cost.local import Local
@@ -67,6 +69,11 @@ class Link:
     def __post_init__(self) -> None:
         seconds = ("latency", "word") if self.chunk is None else ("latency", "word", "chunk")
         _checked(self, ("rate", "lines", "words"), seconds)
+
+
+@functools.lru_cache(maxsize=256)  # checked once, and asked for by each message
+def _link(*numbers: Any) -> Link:
+    return Link(*numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +158,7 @@ class Machine:
     def tiers(self) -> tuple[tuple[int, Link], ...]:
         """(ranks that it reaches, link), innermost first; the last reaches everybody."""
         ways = (self.link_chunk, self.link_word, self.link_lines, self.link_words, self.link_tree)
-        return ((self.node_size, Link(self.link_latency, self.link_rate, *ways)), *self.outer)
+        return ((self.node_size, _link(self.link_latency, self.link_rate, *ways)), *self.outer)
 
     def at(self, precision: str | None) -> Machine:
         """The same machine, computing in this precision."""

@@ -230,17 +230,18 @@ def _without_attention(op: Op) -> Op:
 
 def round_a_ring(ops: Sequence[Op], mesh: Mesh, machine: Machine) -> float:
     """Seconds of a layer's ops. From the first message to the last that comes, keys go round: no sooner than all that
-    one rank sends has gone over its link, one after the other, which the rank that needs them waits for."""
+    one rank sends has gone over its link, one after the other, which the rank that needs them waits for; so does the
+    one behind the slowest link, which goes from node to node where the ring does."""
     sends = [i for i, op in enumerate(ops) if op.kind == "send"]
     comes = [i for i, op in enumerate(ops) if op.kind == "recv"]
     if not sends or not comes:
         return seconds_of(ops, mesh, machine)
     around = slice(sends[0], comes[-1] + 1)
     inside = seconds_of(ops[around], mesh, machine)
-    travels = sum(
-        communication_seconds(ops[i], (0, mesh.peer(0, ops[i].axis, ops[i].peer)), machine)
-        for i in sends
-        if i < comes[-1]
+    ring = mesh.group(0, ops[sends[0]].axis)
+    travels = max(
+        sum(communication_seconds(ops[i], (rank, peer), machine) for i in sends if i < comes[-1])
+        for rank, peer in zip(ring, (*ring[1:], ring[0]), strict=True)
     )
     return seconds_of([*ops[: sends[0]], *ops[comes[-1] + 1 :]], mesh, machine) + max(inside, travels)
 

@@ -37,7 +37,7 @@ AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
 ORDER = ("schedule", "stages_per_rank")  # of a pipeline
 SEARCHED = ("mode", *AXES, "sequence_parallel", "expert_tp", "recompute", "accumulate", "microbatches", *ORDER)
 AS_TODAY = {"flash": True, "share_optimizer": True, "share_gradients": True}
-LONG = 8192  # tokens; of more, sequences may be dealt out
+LONG = 8192  # tokens; from so many on, sequences may be dealt out
 LEAST_DEALT = 4096  # tokens of a sequence that a rank has, in each published training that dealt them out
 NOT_THE_SAME = ("local_sgd",)  # a mode that trains something else than one device would
 DEFAULTS = {name: Spec.__dataclass_fields__[name].default for name in SEARCHED}
@@ -90,7 +90,7 @@ def _most_dealt(spec: Spec) -> float:
     if planned_only(spec) is None:
         return math.inf
     tokens = spec.context or MODEL_DEFAULTS[spec.model]["context"]
-    return tokens // LEAST_DEALT if tokens > LONG else 1
+    return tokens // LEAST_DEALT if tokens >= LONG else 1
 
 
 def _axes(mode: str, model: str) -> Sequence[str]:

@@ -73,7 +73,7 @@ def test_degrees_that_are_given_are_held_and_divide_what_is_left():
     assert found == [{"mode": "hybrid"}, {"mode": "hybrid", "sequence_parallel": True}]
 
 
-@pytest.mark.parametrize(("asked", "cut"), [({}, False), ({"context": 16_384}, True), ({"cp": 2}, True)])
+@pytest.mark.parametrize(("asked", "cut"), [({"context": 4096}, False), ({}, True), ({"cp": 2}, True)])
 def test_sequences_of_published_models_are_dealt_out_where_they_are_long_or_it_is_asked_for(asked, cut):
     spec = Spec(mode="hybrid", devices=16, model="llama3_8b", machine="h100", **asked)
     found = list(meshes(base_of(spec, {"mode", *asked}), {"mode", *asked}))
@@ -373,3 +373,13 @@ def test_who_stops_a_search_gets_the_best_so_far(capsys, monkeypatch):
 def test_wrong_words_are_answered_in_one_line(words, told, capsys):
     assert main([*COMMAND, *words]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("devices", [8, 16])
+def test_a_ring_is_bounded_by_its_slowest_link_whichever_rank_it_leaves(devices):
+    """Eight H100 are a node: of 16 two of the ring's links go from node to node, at an eighteenth of the rate of the
+    others, and neither is rank 0's."""
+    given = {"context": 16_384, "flash": True, "share_optimizer": True, "machine": "h100", "accumulate": 4}
+    job = prepare(Spec(mode="hybrid", model="llama3_8b", devices=devices, cp=devices, global_batch=4, **given))
+    bound, step = Bounds().of(job, Way.of(job)).seconds, predict(job.spec).step_time
+    assert 0.95 < bound / step <= 1
