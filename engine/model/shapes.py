@@ -175,7 +175,8 @@ def _decoder(spec: Spec, sizes: Decoder, vocabulary: int) -> tuple[Layer, ...]:
     flops, logits = times * 2 * c * h * vocabulary, times * sizes.logits_saved(vocabulary)
     kernels = (*sizes.norm_kernels(), *sizes.logits_kernels(vocabulary), *sizes.loss_kernels(vocabulary)) * times
     work = {"last_flops": flops, "kernels": kernels, "logarithms": logits, "behind": logits}
-    head = Layer("head", head_params, flops, (c, vocabulary), sizes.norm_saved() + logits, item, **work)
+    kept = times * sizes.norm_saved() + logits  # a norm of its own for each
+    head = Layer("head", head_params, flops, (c, vocabulary), kept, item, **work)
     if sizes.fused:
         beside, once = sizes.logits_beside(vocabulary)
         head = replace(head, beside=beside, beside_once=once)

@@ -44,7 +44,7 @@ def test_a_module_that_predicts_a_second_token_is_a_block_more_and_the_head_once
     assert ahead.num_params - without.num_params == pytest.approx(11.5e9, rel=0.01)
     *_, block, head = without.layers
     *_, last, join, more, twice = ahead.layers
-    assert (last, more.flops, twice.flops) == (block, block.flops, 2 * head.flops)
+    assert (last, more.flops, twice.flops, twice.saved) == (block, block.flops, 2 * head.flops, 2 * head.saved)
     assert join.flops == 2 * 4096 * 7168 * 2 * 7168 and twice.kernels == 2 * head.kernels
     stages = {"mode": "hybrid", "devices": 4, "pp": 4, "dp": 1, "microbatches": 4, "global_batch": 4}
     staged = prepare(spec.with_(mtp=1, **stages))
