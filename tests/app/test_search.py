@@ -13,18 +13,22 @@ from engine.search import Search
 from engine.spec import Spec
 from tests.app.conftest import Tab
 from tests.app.reading import charts, words
+from viz.pages.search import FIRST
 
 SECONDS = 60.0
 
 
-def page(language: str, choices: dict) -> None:
-    """The app, opened at this page."""
+def page(language: str, choices: dict | None, lab_has: dict | None = None) -> None:
+    """The app, opened at this page, after the Lab with these settings."""
     import streamlit as st
 
     from viz.pages import search
+    from viz.pages.state import Asked
 
     st.query_params["lang"] = language
-    st.session_state["search-choices"] = choices
+    if choices is not None:
+        st.session_state["search-choices"] = choices
+    st.session_state.setdefault("asked", Asked(settings=lab_has or {}, page="lab"))
     lab = st.Page(lambda: None, title="Lab", url_path="lab")
     st.navigation([st.Page(lambda: search.show(lab), title="Search", url_path="search", default=True), lab]).run()
 
@@ -111,3 +115,19 @@ def test_a_visitor_searches_stops_and_opens_the_best_in_the_lab(tab: Callable[[]
     browser.wait_for_url("**model=llama3_405b*")
     assert "machine=h100" in browser.url and "mode=hybrid" in browser.url
     assert shown.problems == []
+
+
+LAB = {"mode": "hybrid", "model": "mixtral_8x7b", "devices": "64", "machine": "b200", "global-batch": "256"}
+LABS = [
+    (LAB, {"model": "mixtral_8x7b", "devices": 64, "machine": "b200", "global_batch": 256}),
+    (LAB | {"machine": "local"}, {"model": "mixtral_8x7b", "devices": 64, "machine": "h100", "global_batch": 256}),
+    (LAB | {"devices": "nonsense"}, FIRST),
+    ({"mode": "ddp", "model": "cnn", "devices": "2"}, FIRST),
+]
+
+
+@pytest.mark.parametrize(("lab_has", "asked"), LABS, ids=["published", "here", "wrong", "small"])
+def test_it_begins_with_the_published_model_that_the_lab_shows(lab_has, asked):
+    app = AppTest.from_function(page, args=("en", None, lab_has), default_timeout=30).run()
+    assert not app.exception
+    assert app.session_state["search-choices"] == asked

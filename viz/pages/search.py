@@ -6,6 +6,7 @@ ended. Who asks for the same again, in another tab too, gets what was found.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ import streamlit as st
 
 from engine.asking.rules import SpecError
 from engine.cost.machine import MACHINES
+from engine.job import prepare
+from engine.model.presets import PRESETS
 from engine.search import Search, report
 from engine.search.report import published_error, row_of
 from engine.spec import MAX_DEVICES, MODELS, Spec
@@ -23,14 +26,14 @@ from viz.locales import Catalogue
 from viz.locales.engine import explain
 from viz.pages.numbers import duration, percent
 from viz.pages.settings import escape, show_head
-from viz.pages.state import read_url, write_url
+from viz.pages.state import Asked, read_url, write_url
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 REFRESH = 0.5  # seconds
 POINTS = "search-points"  # the chart in which a point can be picked
-FIRST = {"model": "llama3_8b", "devices": 8, "machine": "h100", "global_batch": 16}  # what is asked at first
+FIRST = {"model": "llama3_8b", "devices": 8, "machine": "h100", "global_batch": 16}  # unless the Lab has another
 MOST_BATCH = Spec.__dataclass_fields__["global_batch"].metadata["high"]
 SHOWN_PARTS = 3  # of why a layout is slower
 SMALL = 0.005  # of a step: what is less is no reason
@@ -87,7 +90,7 @@ def show(lab: st.Page) -> None:
     player.load()
     show_head(asked, text("search.title"))
     st.markdown(text("search.lead"))
-    wanted = _show_choices(text)
+    wanted = _show_choices(asked, text)
     begun = st.session_state.get("search-begun")
     looking = _looking(begun) if begun is not None else None
     _show_button(wanted, begun, looking, text)
@@ -106,8 +109,20 @@ def show(lab: st.Page) -> None:
         st.error(text("search.broken"), icon=":material/error:")
 
 
-def _show_choices(text: Catalogue) -> Wanted:
-    kept = st.session_state.setdefault("search-choices", dict(FIRST))
+def _first(asked: Asked) -> dict[str, Any]:
+    """What is asked at first: of what the Lab shows, where that is a published model."""
+    with contextlib.suppress(SpecError):  # the Lab says what is wrong there
+        if asked.model in PRESETS:
+            spec = prepare(Spec.from_params(asked.settings)).spec
+            machine = spec.machine if spec.machine not in ("local", "unit") else FIRST["machine"]
+            return {
+                "model": spec.model, "devices": spec.devices, "machine": machine, "global_batch": spec.global_batch
+            }  # fmt: skip
+    return dict(FIRST)
+
+
+def _show_choices(asked: Asked, text: Catalogue) -> Wanted:
+    kept = st.session_state.setdefault("search-choices", _first(asked))
     places = st.columns(4, vertical_alignment="bottom")
     with places[0]:
         kept["model"] = st.selectbox(
