@@ -27,7 +27,7 @@ STEP_COUNTER = {"sgd": 0, "adamw": FP32}
 OPTIMIZER_FLOPS = {"sgd": 4, "adamw": 12}
 
 
-ENDS = ("embed", "head")
+ENDS = ("embed", "head")  # what is before all blocks, and behind them
 
 
 def kept(layer: Layer, spec: Spec | None, *, sent: bool = False) -> int:
@@ -49,7 +49,7 @@ def is_recomputed(layer: Layer, spec: Spec | None) -> bool:
 
 def _is_wrapped(layer: Layer, spec: Spec | None) -> bool:
     """Whether a checkpoint is around it. Ours is around every layer. Published trainings have one around each block: a
-    head's product is taken once forward and twice backward (Narayanan et al. 2021, arXiv:2104.04473, appendix)."""
+    head's product is taken once forward and twice backward (Narayanan et al. 2021, arXiv:2104.04473, equation 3)."""
     if spec is None or spec.recompute in (None, "none"):
         return False
     return not (spec.master_weights and spec.paced is None and layer.name in ENDS)

@@ -114,15 +114,15 @@ def _first(asked: Asked) -> dict[str, Any]:
     with contextlib.suppress(SpecError):  # the Lab says what is wrong there
         if asked.model in PRESETS:
             spec = prepare(Spec.from_params(asked.settings)).spec
-            machine = spec.machine if spec.machine not in ("local", "unit") else FIRST["machine"]
-            return {
-                "model": spec.model, "devices": spec.devices, "machine": machine, "global_batch": spec.global_batch
-            }  # fmt: skip
+            here = {"machine": FIRST["machine"]} if spec.machine in ("local", "unit") else {}
+            return {name: getattr(spec, name) for name in FIRST} | here
     return dict(FIRST)
 
 
 def _show_choices(asked: Asked, text: Catalogue) -> Wanted:
-    kept = st.session_state.setdefault("search-choices", _first(asked))
+    if "search-choices" not in st.session_state:
+        st.session_state["search-choices"] = _first(asked)
+    kept = st.session_state["search-choices"]
     places = st.columns(4, vertical_alignment="bottom")
     with places[0]:
         kept["model"] = st.selectbox(
