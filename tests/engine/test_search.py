@@ -227,16 +227,6 @@ def test_pruning_changes_no_answer():
     assert with_.total == without.total
 
 
-def test_pruning_changes_no_answer_where_rings_go_from_node_to_node():
-    given = {"model": "llama3_8b", "devices": 16, "machine": "h100", "layers": 2, "context": 16_384, "global_batch": 2}
-    held = {*given, "mode", "fsdp", "recompute", "pp"}
-    spec = Spec(mode="hybrid", fsdp=1, pp=1, recompute="none", **given)
-    with_, without = looked(spec, held, top=6, close=0.0), looked(spec, held, top=6, prune=False)
-    assert [one.step_time for one in with_.best] == [one.step_time for one in without.best]
-    assert max(one.settings["cp"] for one in without.fastest.values()) == 4
-    assert without.cut == 0 < with_.cut
-
-
 def test_each_layout_is_refused_by_the_rule_that_refuses_it_anywhere():
     """What is known of rules from other layouts, with the same pipeline or as many replicas, is true of this one."""
     spec, tried = SMALL.with_(global_batch=8, recompute="none"), {}
