@@ -18,7 +18,7 @@ from typing import Any
 from engine import modes
 from engine.cost.machine import machine
 from engine.job import prepare
-from engine.simulate import simulate
+from engine.simulation import simulate
 from engine.spec import Spec
 from viz import player
 from viz.figures.moving import moving_picture

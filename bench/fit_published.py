@@ -23,7 +23,7 @@ from engine.cost.catalogue import SUSTAINED
 from engine.cost.matmul import ELEMENTWISE
 from engine.graph.scheduler import schedule
 from engine.job import prepare
-from engine.simulate import durations, matched
+from engine.simulation import durations, matched
 from engine.validate.case import case_of
 from engine.validate.compared import FITTED, is_fitted
 from engine.validate.metrics import step_seconds

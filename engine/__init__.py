@@ -7,27 +7,35 @@
     >>> handle.result()["parity"]["ok"]
     True
 
-Nothing here imports torch; the processes that train do.
+Nothing here imports torch; the processes that train do. What is asked for is imported when it is: every command begins
+here, before there is anybody to answer Ctrl-C.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from engine.asking.rules import SpecError
-
-# Before `simulate` below: the first import of the module engine.simulate binds that name here, to the module.
-from engine.predict import Prediction, predict
-from engine.spec import Spec
-
 if TYPE_CHECKING:
+    from engine.asking.rules import SpecError
     from engine.launch import Handle
+    from engine.predict import Prediction
+    from engine.spec import Spec
 
 __all__ = ["Spec", "SpecError", "simulate", "start"]
+LATER = {"Spec": "engine.spec", "SpecError": "engine.asking.rules"}  # PEP 562
+
+
+def __getattr__(name: str) -> Any:
+    if name not in LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(LATER[name]), name)
 
 
 def simulate(spec: Spec) -> Prediction:
     """Predict one step. `.summary()` has the numbers, `.timeline` every op of every rank."""
+    from engine.predict import predict
+
     return predict(spec)
 
 

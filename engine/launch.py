@@ -31,6 +31,8 @@ FORKING = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thre
 # torch's threads sleep while they wait for each other: by default they spin, and where something else needs a core too
 # (a browser that shows the run), a step was seen to take ten times longer.
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
+# Python's own switches are for the program in front. torch warns when it is imported, and needs its docstrings.
+IN_FRONT = ("PYTHONWARNINGS", "PYTHONOPTIMIZE", "PYTHONDEVMODE")
 # Seconds between looks at a run folder while somebody waits: at first, at most, and between them as a part of the time
 # waited so far. A look takes a part of a millisecond of a core that the run may need.
 SOON, SELDOM, PART = 0.02, 0.2, 0.02
@@ -115,6 +117,7 @@ class Launcher:
         if self._process is None:
             # -P, and the path instead: `engine` is found from any directory, and nothing in that directory is.
             paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            given = {name: value for name, value in os.environ.items() if name not in IN_FRONT}
             self._process = subprocess.Popen(
                 self._command,
                 bufsize=0,
@@ -122,7 +125,7 @@ class Launcher:
                 stdout=subprocess.PIPE,
                 # Its own session: Ctrl-C in the terminal reaches the program, which then ends the runs in order.
                 start_new_session=True,
-                env=WAITING | os.environ | FORKING | {"PYTHONPATH": os.pathsep.join(paths)},
+                env=WAITING | given | FORKING | {"PYTHONPATH": os.pathsep.join(paths)},
             )
         return self._process
 

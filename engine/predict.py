@@ -24,7 +24,7 @@ from engine.plan import Plan
 from engine.scale_model.paced import ratio
 from engine.scale_model.pictured import dilation, slowed, steady_step
 from engine.schedules import given
-from engine.simulate import Simulation
+from engine.simulation import Simulation
 from engine.spec import Spec
 from engine.timeline import Timeline
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from engine.graph.matching import NO_NODE, Graph, PlanError, match
 from engine.plan import COLLECTIVES, Op, Plan
-from engine.simulate import Simulation
+from engine.simulation import Simulation
 from engine.timeline import Timeline
 
 

@@ -50,7 +50,9 @@ class SpecError(ValueError):
 def _show(value: Any) -> str:
     if value is None:
         return UNSET
+    """What a terminal would obey and not print is escaped."""
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    text = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
     return text if len(text) <= 120 else text[:117] + "..."
 
 

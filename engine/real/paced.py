@@ -1,9 +1,9 @@
 """The program of a rank and a clock -> the same program in time: each op ends when it would on the pictured machine.
 
-A rank keeps the moment up to which its program has come, as `engine.simulate` does, and sleeps until that moment where
-an op begins or ends. Moments are absolute, so a sleep that is a little too long makes the next one shorter, and errors
-do not add up. What ranks must know of each other, when a message arrives and when a collective was called, they tell
-each other in a file that all of them have mapped; CLOCK_MONOTONIC is the same for all processes of a machine.
+A rank keeps the moment up to which its program has come, as `engine.simulation` does, and sleeps until that moment
+where an op begins or ends. Moments are absolute, so a sleep that is a little too long makes the next one shorter, and
+errors do not add up. What ranks must know of each other, when a message arrives and when a collective was called,
+they tell each other in a file that all of them have mapped; CLOCK_MONOTONIC is the same for all processes of a machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.job import Job
 from engine.scale_model.paced import TABLE
 from engine.scale_model.pacing import CALL, COMPUTE, RECEIVE, SEND, Beat, key_of, of_rank
 from engine.scale_model.pictured import machine_of
-from engine.simulate import durations, matched
+from engine.simulation import durations, matched
 from engine.timeline import NONE, Span
 
 WORD = 8  # bytes of a moment

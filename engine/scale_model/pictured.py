@@ -26,7 +26,7 @@ from engine.job import Job, prepare
 from engine.model.presets import family
 from engine.modes.ddp.buckets import MIB
 from engine.plan import COLLECTIVES, Plan, Program
-from engine.simulate import Simulation, simulate
+from engine.simulation import Simulation, simulate
 
 STEP = 1.5  # seconds that a step takes, unless its ops are too many for that
 # Seconds of one core that a layer of a miniature takes in a pass, a message and a collective, with all that PyTorch

@@ -57,7 +57,7 @@ def parse_order(text: str) -> list[list[Action]]:
 
     Each rank could follow it on its own: every microbatch of every stage goes forward and, unless the file has no
     backward at all, later backward. Whether ranks get from each other what they need is asked of
-    `engine.schedules.messages` and `engine.simulate`.
+    `engine.schedules.messages` and `engine.simulation`.
     """
     return _parse(text, (_check_ranks, _check_messages, _check_completeness))
 

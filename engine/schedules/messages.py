@@ -39,7 +39,7 @@ def add_late(order: Sequence[Sequence[Action]], pipelines: Sequence[range]) -> l
     """Each receive just before what needs it, after those that the same rank sends earlier: they have come by then.
 
     OrderError: what is needed is never sent, or comes later on the same rank. Ranks that wait for each other are left
-    to `engine.simulate`.
+    to `engine.simulation`.
     """
     route = _find_route(order, pipelines)
     links: dict[tuple[int, int], deque[_Arrival]] = defaultdict(deque)  # what is still to come, by (source, target)

@@ -3,7 +3,7 @@
 The rules of NCCL without grouped calls, as torch uses it for pipelines: the sends and receives between two ranks run in
 the order in which each of the two issues them, on a stream of that pair alone, and none ends before both ends have
 reached it. Issuing does not wait; computing waits for what it receives. Where sends are buffered (gloo, or small
-messages) `engine.simulate` tells what happens.
+messages) `engine.simulation` tells what happens.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from engine.search import space
 from engine.search.bounds import Bound, Bounds
 from engine.search.pieces import Way
 from engine.search.space import Settings
-from engine.simulate import simulate
+from engine.simulation import simulate
 from engine.spec import Spec
 
 MODEL, ACTIVATIONS = "model", "activations"  # what is too large: what stays, or what is kept beside it

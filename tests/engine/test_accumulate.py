@@ -12,7 +12,7 @@ from engine import modes
 from engine.asking.rules import SpecError
 from engine.cost.machine import machine
 from engine.job import prepare
-from engine.simulate import simulate
+from engine.simulation import simulate
 from engine.spec import Spec
 from engine.timeline import Span
 from tests.engine.proof import BRIEF, finished, holds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 from engine import __main__ as command_line
 from engine import archive
+from engine.cli import commands
 from engine.job import prepare
 from engine.spec import MODES, Spec
 
@@ -333,7 +335,7 @@ def test_a_command_that_is_interrupted_is_one_line_and_status_1(capsys, monkeypa
     def interrupted(*_) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command_line.commands.tables, "lesson", interrupted)
+    monkeypatch.setattr(commands.tables, "lesson", interrupted)
     assert call(capsys, "modes") == (1, "", "error: stopped\n")
 
 
@@ -343,3 +345,37 @@ def test_a_reader_that_leaves_is_no_error():
         process.stdout.close()
         assert process.wait(timeout=30) in (0, 1)
         assert "Traceback" not in process.stderr.read()
+
+
+def test_a_terminal_without_a_sign_still_gets_the_numbers():
+    """A prediction of a pipeline has ×, and µ may come; in ASCII they are spelt out, and nothing else is lost."""
+    words, env = "simulate --mode pipeline --devices 4 --machine unit".split(), {"PYTHONIOENCODING": "ascii"}
+    with engine_process(*words, env=os.environ | env) as process:
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert "step time" in out and out.isascii()
+
+
+def test_help_without_docstrings():
+    with engine_process("-m", "engine", "--help", program=("-OO",)) as process:
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert "simulate" in out
+
+
+def test_an_error_does_not_hand_a_terminal_what_it_would_obey(capsys):
+    status, _, err = call(capsys, "simulate", "--mode", "\x1b[2J\u202eddp")
+    assert (status, err.strip().isprintable()) == (2, True)
+    assert "\\x1b[2J\\u202eddp" in err
+
+
+def test_ctrl_c_while_a_command_is_imported(capsys, monkeypatch):
+    class Interrupted:
+        def find_spec(self, name, *_):
+            if name == "engine.cli.arguments":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "engine.cli.arguments", raising=False)
+    monkeypatch.delattr("engine.cli.arguments", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert call(capsys, "modes") == (1, "", "error: stopped\n")

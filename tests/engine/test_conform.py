@@ -11,7 +11,7 @@ from engine.cost.machine import machine
 from engine.job import Job, prepare
 from engine.outcome.conform import conform
 from engine.outcome.finish import settle
-from engine.simulate import simulate
+from engine.simulation import simulate
 from engine.spec import Spec
 from engine.timeline import Span
 

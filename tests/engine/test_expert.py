@@ -15,7 +15,7 @@ from engine.graph.matching import PlanError, match
 from engine.job import Job, prepare
 from engine.outcome.finish import finish
 from engine.plan import Op
-from engine.simulate import simulate
+from engine.simulation import simulate
 from engine.spec import Spec
 from engine.timeline import Timeline
 from tests.engine.proof import finished, holds

@@ -14,7 +14,7 @@ from engine import modes
 from engine.cost.machine import machine
 from engine.export import to_csv, to_perfetto
 from engine.job import prepare
-from engine.simulate import simulate
+from engine.simulation import simulate
 from engine.spec import Spec
 from engine.timeline import Span, Timeline
 

@@ -117,10 +117,20 @@ import sys, engine
 from engine import analysis, export, launch, modes
 from engine.graph import notation
 from engine.outcome import finish
-for _ in range(2):  # the second time, the module engine.simulate has been imported
+for _ in range(2):  # once more with everything imported
     prediction = engine.simulate(engine.Spec(mode="pipeline", devices=2))
 notation.format_plan(prediction.plan), export.to_perfetto(prediction.timeline), prediction.summary()
 print(sorted({"torch", "streamlit", "plotly", "pandas"} & sys.modules.keys()))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_a_command_begins_with_next_to_nothing_imported():
+    """Until then nobody answers Ctrl-C."""
+    code = """
+import sys, engine.__main__
+print(sorted(name for name in sys.modules if name.startswith(("engine", "numpy"))))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == ("['engine', 'engine.__main__']", "")

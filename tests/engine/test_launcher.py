@@ -358,3 +358,13 @@ def test_the_warm_process_has_one_thread_and_no_gpu(launcher):
     assert len(os.listdir(f"/proc/{launcher.pid}/task")) == 1
     open_files = [os.readlink(f"/proc/{launcher.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{launcher.pid}/fd")]
     assert not [path for path in open_files if path.startswith("/dev/nvidia")]
+
+
+def test_python_s_own_switches_are_for_the_program_in_front(monkeypatch):
+    """With no docstrings, or with every warning an error, torch could not be imported."""
+    monkeypatch.setenv("PYTHONOPTIMIZE", "2")
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    with Launcher(OPTIONS) as launcher:
+        launcher.warm()
+        seen = Path(f"/proc/{launcher.pid}/environ").read_bytes()
+    assert b"PYTHONOPTIMIZE" not in seen and b"PYTHONWARNINGS" not in seen

@@ -16,7 +16,7 @@ from engine.graph.roles import uniform
 from engine.graph.scheduler import DeadlockError
 from engine.job import prepare
 from engine.plan import Mesh, Op, Plan, Program
-from engine.simulate import simulate
+from engine.simulation import simulate
 from engine.spec import MODELS, Spec
 
 PIPELINE = """

@@ -12,7 +12,7 @@ from engine.asking.rules import SpecError
 from engine.cost.machine import machine
 from engine.job import prepare
 from engine.modes.expert.pieces import pieces
-from engine.simulate import simulate
+from engine.simulation import simulate
 from engine.spec import Spec
 
 TEXT = {"model": "gpt", "layers": 2, "hidden": 32, "heads": 2, "context": 16, "global_batch": 16}

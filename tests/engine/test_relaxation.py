@@ -11,7 +11,7 @@ import pytest
 from engine.cost.machine import Machine
 from engine.graph.notation import parse_plan
 from engine.plan import COLLECTIVES, MESSAGES, Mesh, Op, Plan, Program
-from engine.simulate import simulate
+from engine.simulation import simulate
 
 # A FLOP takes a second, and so does a byte on a link.
 PLAIN = Machine(name="plain", flop_rate=1.0, memory_rate=math.inf, op_overhead=0.0, link_latency=0.0, link_rate=1.0)

@@ -17,7 +17,7 @@ from engine.job import Job, prepare
 from engine.modes.context.deal import span
 from engine.plan import Op, Plan
 from engine.scale_model.pictured import machine_of
-from engine.simulate import Simulation, matched, simulate
+from engine.simulation import Simulation, matched, simulate
 from engine.spec import Spec
 from tests.engine.test_relaxation import PLAIN
 

@@ -13,7 +13,7 @@ from engine.graph.matching import PlanError
 from engine.graph.scheduler import DeadlockError
 from engine.plan import Mesh, Op, Plan, Program
 from engine.schedules import PASSES, Action, csv_form, messages, rendezvous
-from engine.simulate import Simulation, simulate
+from engine.simulation import Simulation, simulate
 
 UNIT = machine("unit")
 SECONDS = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}

@@ -11,7 +11,7 @@ from engine.job import prepare
 from engine.model.shapes import Layer
 from engine.modes.fsdp.units import equal_ranks, gathered_bytes, padded_bytes, shard
 from engine.modes.zero1.owners import owners
-from engine.simulate import simulate
+from engine.simulation import simulate
 from engine.spec import Spec
 
 # 10 rows of 4 on 4 ranks: chunks of 3, 3, 3 and 1; a bias of 5: 2, 2, 1 and none.

@@ -23,7 +23,7 @@ from engine.analysis.shares import (
 from engine.cost.machine import machine
 from engine.job import prepare
 from engine.predict import predict
-from engine.simulate import simulate
+from engine.simulation import simulate
 from engine.spec import Spec
 from engine.timeline import Span, Timeline
 

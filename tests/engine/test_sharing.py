@@ -13,7 +13,7 @@ from engine.cost.machine import machine
 from engine.cost.sharing import Cores, last_of
 from engine.graph.notation import parse_plan
 from engine.job import prepare
-from engine.simulate import simulate
+from engine.simulation import simulate
 from engine.spec import Spec
 from tests.engine.test_simulate import PLAIN
 

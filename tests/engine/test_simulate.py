@@ -17,7 +17,7 @@ from engine.graph.notation import parse_plan
 from engine.graph.scheduler import schedule
 from engine.job import prepare
 from engine.plan import Mesh, Op, Plan, Program
-from engine.simulate import Simulation, durations, simulate
+from engine.simulation import Simulation, durations, simulate
 from engine.spec import Spec
 
 UNIT = machine("unit")

@@ -15,7 +15,7 @@ from engine.graph.matching import match
 from engine.graph.notation import parse_plan
 from engine.job import prepare_real
 from engine.plan import Plan, Program
-from engine.simulate import simulate
+from engine.simulation import simulate
 from engine.spec import Spec
 from tests.engine.test_relaxation import PLAIN, random_plan, relax, seconds_by_op
 

@@ -18,7 +18,7 @@ from engine.analysis.words import NAMES, SENTENCES, largest, sentence
 from engine.graph.notation import parse_plan
 from engine.plan import COLLECTIVES, Plan, Program
 from engine.predict import predict
-from engine.simulate import simulate
+from engine.simulation import simulate
 from engine.spec import Spec
 from engine.timeline import Span, Timeline
 from tests.engine.test_relaxation import PLAIN, random_plan

@@ -5,7 +5,7 @@ from engine.asking.settings import DATA_MODES
 from engine.cost.machine import machine
 from engine.job import prepare
 from engine.plan import Mesh, Plan, Program
-from engine.simulate import simulate
+from engine.simulation import simulate
 from engine.spec import Spec
 from engine.timeline import Span
 

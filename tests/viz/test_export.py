@@ -9,7 +9,7 @@ import pytest
 from engine import modes
 from engine.cost.machine import machine
 from engine.job import prepare
-from engine.simulate import simulate
+from engine.simulation import simulate
 from engine.spec import Spec
 from viz import export
 

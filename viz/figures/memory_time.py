@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from engine.cost.held import OVER_TIME, OverTime
-from engine.simulate import Simulation
+from engine.simulation import Simulation
 from viz import theme
 from viz.figures.words import Text, show_bytes, size_unit, unit_of
 
