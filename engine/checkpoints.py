@@ -1,13 +1,15 @@
 """A run's folder and what a person wants to resume -> the checkpoint that is meant, if the training asked for fits it.
 
     runs/<id>/checkpoint/step-6/    what torch.distributed.checkpoint wrote (engine.real.checkpoint), after 6 steps
-    runs/<id>/checkpoint/step-6/checkpoint.json    steps done, the settings, the shape of every parameter; written last
+    runs/<id>/checkpoint/step-6/checkpoint.json    steps done, the settings, the shape of every parameter, and of each
+                                                   file its size and CRC-32; written last
 
 Steps count from the beginning of the training: a run that resumes after 6 of 10 steps has 4 of its own.
 """
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +29,7 @@ KEPT = (
 # What goes on as it was unless something else is asked for, which a result then says.
 CARRIED = ("lr", "precision", "clip")
 MAX_SUGGESTED = 3
+CHUNK = 1 << 20  # bytes of a file that are read at once
 
 
 class Checkpoint(NamedTuple):
@@ -45,7 +48,8 @@ def folder_of(run_dir: Path, step: int) -> Path:
 
 def describe(folder: Path, job: Job, step: int, shapes: dict[str, list[int]]) -> None:
     """Make a folder of shards a checkpoint."""
-    archive.write_json(folder / DESCRIPTION, {"step": step, "spec": job.spec.to_dict(), "shapes": shapes})
+    told = {"step": step, "spec": job.spec.to_dict(), "shapes": shapes, "files": _files_in(folder)}
+    archive.write_json(folder / DESCRIPTION, told)
 
 
 def steps_of(run_dir: Path) -> list[int]:
@@ -113,13 +117,35 @@ def resolve(job: Job, runs_dir: str | Path) -> Spec:
     if shapes != description["shapes"]:
         odd = sorted(n for n in shapes | description["shapes"] if shapes.get(n) != description["shapes"].get(n))
         raise SpecError("resume_parameters", "resume", checkpoint.name, parameters=", ".join(odd))
+    written, there = description.get("files", {}), _files_in(checkpoint.folder)  # older ones do not say
+    if odd := [name for name in written if there.get(name) != written[name]]:
+        steps = steps_of(archive.open_run(runs_dir, checkpoint.run_id))
+        others = [f"{checkpoint.run_id}:{step}" for step in steps if step != checkpoint.step][-MAX_SUGGESTED:]
+        raise SpecError("damaged_checkpoint", "resume", checkpoint.name, file=odd[0], suggest=others)
     return job.spec.with_(resume=checkpoint.name)
+
+
+def _files_in(folder: Path) -> dict[str, list[int] | None]:
+    return {path.name: _seen(path) for path in sorted(folder.iterdir()) if path.name != DESCRIPTION}
+
+
+def _seen(path: Path) -> list[int] | None:
+    """Size and CRC-32 of a file, if it can be read."""
+    size = crc = 0
+    try:
+        with path.open("rb") as file:
+            while part := file.read(CHUNK):
+                size, crc = size + len(part), zlib.crc32(part, crc)
+    except OSError:
+        return None
+    return [size, crc]
 
 
 def _description(checkpoint: Checkpoint) -> dict[str, Any]:
     """Read as data that may be damaged: it must have what is asked of it."""
     found = archive.read_json(checkpoint.folder / DESCRIPTION) or {}
     spec, shapes = found.get("spec"), found.get("shapes")
-    if not isinstance(spec, dict) or not isinstance(shapes, dict) or not spec.keys() >= set(KEPT):
+    files = found.get("files", {})
+    if not all(isinstance(each, dict) for each in (spec, shapes, files)) or not spec.keys() >= set(KEPT):
         raise SpecError("no_checkpoint", "resume", checkpoint.name)
     return found

@@ -211,6 +211,8 @@ RULES = {
     "resume_differs": "A training that resumes {run} goes on with what it was begun with: there {setting} is {saved}; "
     "here it is {value}.",
     "resume_parameters": "The checkpoint {value} is of another model: these parameters differ: {parameters}.",
+    "damaged_checkpoint": "A run is resumed from files that are as they were written; of the checkpoint {value} {file} "
+    "is damaged or gone.",
     "resume_ends": "{setting} counts from the beginning of the training, and {run} has done {done} steps already; "
     "{setting} is {value}.",
     "bad_calibration": "The calibration in {setting} cannot be read: {value}.",

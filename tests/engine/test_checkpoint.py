@@ -239,6 +239,40 @@ def test_another_model_under_the_same_settings_is_refused(saved):
         checkpoints.resolve(job, runs_dir)
 
 
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _turned(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+
+
+def _a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("name", ["__1_0.distcp", ".metadata"])
+@pytest.mark.parametrize("damage", [_cut, _turned, _a_folder, Path.unlink])
+def test_a_damaged_checkpoint_is_not_begun_with(damage, name, tmp_path):
+    """It could not be read, or worse, could; who asks for the last one is told of the one before."""
+    job, own = prepare(Spec(mode="ddp")), {}
+    shapes = {f"{layer.name}.{name}": list(shape) for layer in job.layers for name, shape in layer.params}
+    for step in (2, 4):
+        own[step] = checkpoints.folder_of(tmp_path / "run", step)
+        own[step].mkdir(parents=True)
+        for each in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
+            (own[step] / each).write_bytes(b"shards of " + each.encode())
+        checkpoints.describe(own[step], job, step, shapes)
+    asked = prepare(Spec(mode="ddp", resume="run"))
+    assert checkpoints.resolve(asked, tmp_path).resume == "run:4"
+    damage(own[4] / name)
+    with pytest.raises(SpecError) as refused:
+        checkpoints.resolve(asked, tmp_path)
+    assert (refused.value.code, refused.value.suggest) == ("damaged_checkpoint", ("run:2",))
+    assert f"run:4 {name}" in str(refused.value)
+
+
 @pytest.mark.parametrize(
     "resume", ["../../etc", "a/b", "..", "", "run:", "run:x", "run:-1", "run:3/../4", "run:1:2", "run:9999999999"]
 )
