@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from engine import modes
 from engine.analysis.mfu import planned_flops, utilisation
 from engine.analysis.ran import simulated
 from engine.analysis.shares import (
@@ -34,11 +35,12 @@ MOST_SPANS = 500_000  # of a timeline of every rank that is made unasked
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """One steady step of a job, predicted. Of a scale model (`paced`) all times are of the model, `dilation` times
-    those of what it shows."""
+    those of what it shows. `between`: where ranks do not meet in every step, one in which they do not."""
 
     job: Job
     simulation: Simulation
     dilation: float | None = None
+    between: Simulation | None = None
 
     @property
     def plan(self) -> Plan:
@@ -61,12 +63,20 @@ class Prediction:
         return self.simulation.makespan
 
     @property
+    def mean_step_time(self) -> float:
+        """Where ranks meet in every k-th step only, that of the k, whose last one is `step_time` long."""
+        if self.between is None:
+            return self.step_time
+        others = modes.period(self.job) - 1
+        return (self.step_time + others * self.between.makespan) / (others + 1)
+
+    @property
     def machine(self) -> Machine:
         return machine(self.job.spec.machine, self.job.spec.device).at(self.job.spec.precision)
 
     def utilisation(self, seconds: float | None, on: Machine | None) -> dict[str, Any]:
-        """MFU (`engine.analysis.mfu`) of this job, had its step taken so long on such a machine. Seconds of a scale
-        model are the factor's part of them there."""
+        """MFU (`engine.analysis.mfu`) of this job, had its mean step taken so long on such a machine. Seconds of a
+        scale model are the factor's part of them there."""
         spec = self.job.spec
         seconds = seconds / self.dilation if seconds and self.dilation else seconds
         planned = planned_flops(self.simulation.graph)
@@ -78,7 +88,7 @@ class Prediction:
         if self.dilation is None:
             return None
         times = {"dilation": self.dilation, "ratio": ratio(self.dilation)}
-        return {"machine": self.job.spec.paced, **times, "pictured_step_time": self.step_time / self.dilation}
+        return {"machine": self.job.spec.paced, **times, "pictured_step_time": self.mean_step_time / self.dilation}
 
     @property
     def period(self) -> float:
@@ -97,7 +107,7 @@ class Prediction:
 
     def summary(self) -> dict[str, Any]:
         """Seconds and bytes; lists have one entry a rank."""
-        simulation, plan = self.simulation, self.plan
+        simulation, plan, mean = self.simulation, self.plan, self.mean_step_time
         # A step begins with what ranks spend before their first op.
         spent = [each._replace(makespan=simulation.makespan) for each in shares(simulation.by_role)]
         return {
@@ -109,13 +119,14 @@ class Prediction:
             **self.job.batches,
             "scale_model": self.scale_model,
             "step_time": self.step_time,
-            "samples_per_second": self.job.spec.global_batch / self.step_time if self.step_time else None,
+            "mean_step_time": mean,
+            "samples_per_second": self.job.spec.global_batch / mean if mean else None,
             "bubble_fraction": bubble_fraction(spent),
             "bubble_over_ideal": bubble_over_ideal(spent),
             "exposed_communication_fraction": exposed_communication_fraction(spent),
             "overlap_fraction": overlap_fraction(spent),
             **summarise([simulated(simulation)]),
-            "mfu": self.utilisation(self.step_time, self.machine),
+            "mfu": self.utilisation(mean, self.machine),
             "num_ops": sum(len(p.ops) * n for p, n in zip(plan.programs, simulation.graph.num_ranks, strict=True)),
             "memory": simulation.per_rank(simulation.memory),
             "peak_memory": simulation.per_rank(simulation.peak_memory),
@@ -129,8 +140,10 @@ def predict(spec: Spec, *, on: Machine | None = None) -> Prediction:
     """`on`: a machine other than the one that the spec names. Raises SpecError for a wrong setting."""
     job = prepare(spec)
     simulation = steady_step(job, on)
+    alone = modes.period(job) > 1
+    between = steady_step(job, on, modes.last_of_period(job) + 1) if alone else None
     if job.spec.paced is None:
-        return Prediction(job, simulation)
+        return Prediction(job, simulation, None, between)
     factor = dilation(job, simulation)
     job = replace(job, spec=job.spec.with_(dilation=factor))
-    return Prediction(job, slowed(simulation, factor), factor)
+    return Prediction(job, slowed(simulation, factor), factor, between and slowed(between, factor))

@@ -75,6 +75,7 @@ def prediction(summary: dict[str, Any]) -> str:
             [
                 *scale_model(summary["scale_model"]),
                 ("step time", seconds(summary["step_time"])),
+                *_mean_step(summary),
                 *_batches(summary),
                 ("samples/s", "-" if summary["samples_per_second"] is None else f"{summary['samples_per_second']:.4g}"),
                 *_bubbles(summary),
@@ -95,6 +96,13 @@ def prediction(summary: dict[str, Any]) -> str:
             else ""
         )
     )
+
+
+def _mean_step(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Where ranks do not meet in every step."""
+    mean = summary["mean_step_time"]
+    told = f"{seconds(mean)}: ranks meet in few steps, of which the one above is one"
+    return [("  mean step", told)] if mean != summary["step_time"] else []
 
 
 def _fits(found: dict[str, Any] | None) -> list[tuple[str, str]]:

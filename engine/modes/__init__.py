@@ -32,10 +32,14 @@ def plan(job: Job, step: int | None = None) -> Plan:
 
     A mode whose steps are not all alike, once steady, gives `period(job)`: after so many they are as they were.
     """
-    if step is None:
-        step = -(-(FIRST_STEADY_STEP + 1) // period(job)) * period(job) - 1
+    step = last_of_period(job) if step is None else step
     made = import_module(f"engine.modes.{job.spec.mode}.plan").plan(job, first_alike(job, step))
     return counting(job, in_fp32(job, made))
+
+
+def last_of_period(job: Job) -> int:
+    """The first such step that is steady."""
+    return -(-(FIRST_STEADY_STEP + 1) // period(job)) * period(job) - 1
 
 
 def first_alike(job: Job, step: int) -> int:

@@ -31,6 +31,7 @@ from engine.cost.machine import machine
 from engine.cost.memory import CATEGORIES, METHOD, errors
 from engine.job import Job, prepare
 from engine.modes import FIRST_STEADY_STEP
+from engine.outcome import periods
 from engine.outcome.accuracy import accuracy, without_waiting
 from engine.outcome.conform import conform
 from engine.outcome.health import local_losses, memory_growth, repeated_orders
@@ -64,8 +65,8 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
     timeline = Timeline.of(settle(spans), "measured", job.spec.devices)
     timeline.save(folder / "timeline.parquet")
     steady = range(min(FIRST_STEADY_STEP, max(done - 1, 0)), done)
-    step_times = [_step_seconds(steps, s) for s in steady] if done else []
-    step_time = median(step_times) if done else None
+    turns = periods.whole(steady, modes.period(job))
+    step_time = median(periods.seconds(steps, turn) for turn in turns) if done else None
     whole = timeline.where(timeline["step"] < done)
     validation = folder / "validation.json"
     prediction = predict(asked.spec)
@@ -84,7 +85,7 @@ def finish(run_dir: str | Path, state: str, error: dict[str, Any] | None = None)
         "checkpoints": checkpoints.steps_of(folder),
         "warmup_steps": steady.start,
         "step_time": step_time,
-        "predicted_step_time": prediction.step_time,
+        "predicted_step_time": prediction.mean_step_time,
         "scale_model": _scale_model(job, prediction),
         "samples_per_second": job.spec.global_batch / step_time if step_time else None,
         **job.batches,
@@ -252,19 +253,16 @@ def _accuracy(
         return None
     if on_cpu and job.spec.machine != "local":
         prediction = predict(job.spec.with_(machine="local"))
-    period = modes.period(job)
-    alike = [step for step in steady if (step + 1) % period == 0] or list(steady)
-    simulation, counted = prediction.simulation, timeline.in_turn()
-    counted = counted.where(np.isin(counted["step"], alike))
-    waits = [rows[step].get("waited") for rows in steps for step in alike]
+    turns = periods.whole(steady, modes.period(job))
+    waits = [rows[step].get("waited") for rows in steps for turn in turns for step in turn]
     waited = None if not waits or None in waits else sum(waits) / len(waits)
     found = accuracy(
-        prediction.timeline,
-        without_waiting(counted, prediction.plan.mesh),
-        step_times=[_step_seconds(steps, step, lined_up=period == 1) for step in alike],
-        predicted_step_time=prediction.step_time,
+        periods.predicted(prediction),
+        without_waiting(periods.measured(timeline.in_turn(), turns), prediction.plan.mesh),
+        step_times=[periods.seconds(steps, turn) for turn in turns],
+        predicted_step_time=prediction.mean_step_time,
         waited=waited,
-        predicted_waited=sum(simulation.per_rank(simulation.waited)) / job.spec.devices,
+        predicted_waited=_waited(prediction) / job.spec.devices,
         ranks=job.processes,
         cores=num_cores(),
         slower=_slower(folder, job.processes) if on_cpu and job.spec.paced is None else None,
@@ -274,6 +272,14 @@ def _accuracy(
     of_here = paced is None and (on_cpu or job.spec.machine == "local")
     source = calibration.find().source if of_here else None
     return {"machine": paced or ("local" if on_cpu else job.spec.machine), "calibration": source, **found}
+
+
+def _waited(prediction: Prediction) -> float:
+    """Seconds in a mean step in which ranks wait for a core, of all of them together."""
+    last, between = prediction.simulation, prediction.between
+    count = 1 if between is None else modes.period(prediction.job)
+    others = 0.0 if between is None else sum(between.per_rank(between.waited))
+    return (sum(last.per_rank(last.waited)) + (count - 1) * others) / count
 
 
 def _slower(folder: Path, processes: int) -> float | None:
@@ -307,17 +313,6 @@ def _parity(folder: Path, job: Job, state: str, done: int) -> dict[str, Any]:
     reason = "parity-steps is 0" if not asked else f"the run {state} after {done} steps; parity needs {asked}"
     keys = ("loss_max_abs_diff", "grad_max_rel_diff", "param_max_abs_diff", "tolerance")
     return {"ok": None, **dict.fromkeys(keys), "reason": reason, "steps": 0}
-
-
-def _step_seconds(steps: list[list[dict]], step: int, *, lined_up: bool = True) -> float:
-    """From the first rank's start of a step, or if that is later the last rank's end of the one before, to its end.
-    Where ranks are not `lined_up` at its start, since they do not wait for each other in every step: from the mean
-    rank's start."""
-    starts = [rows[step]["start"] for rows in steps]
-    begin = min(starts) if lined_up else sum(starts) / len(starts)
-    if step and lined_up:
-        begin = max(begin, max(rows[step - 1]["end"] for rows in steps))
-    return max(rows[step]["end"] for rows in steps) - begin
 
 
 def _mean(losses: Iterable[float | None]) -> float | None:

@@ -54,9 +54,10 @@ def at_scale(job: Job) -> Job:
     return dataclasses.replace(job, spec=job.spec.with_(dilation=factor))
 
 
-def steady_step(job: Job, on: Machine | None = None) -> Simulation:
-    """A steady step on the job's machine, or another one, in the machine's own seconds."""
-    return simulate(modes.plan(job), machine_of(job, on), slow.of_spec(job.spec))
+def steady_step(job: Job, on: Machine | None = None, step: int | None = None) -> Simulation:
+    """A steady step on the job's machine, or another one, in the machine's own seconds; of a period, if none is named,
+    the last one."""
+    return simulate(modes.plan(job, step), machine_of(job, on), slow.of_spec(job.spec))
 
 
 def machine_of(job: Job, on: Machine | None = None) -> Machine:

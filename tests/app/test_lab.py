@@ -39,6 +39,15 @@ def test_the_first_page_shows_the_prediction_of_the_default_settings(lab: Lab):
     assert "python -m engine calibrate" in words(app)  # what is predicted with is another machine's
 
 
+def test_where_ranks_seldom_meet_the_mean_step_is_told_beside_the_one_that_is_shown(lab: Lab):
+    summary = engine.simulate(Spec(mode="local_sgd", devices=4)).summary()
+    shown = numbers(lab("mode=local_sgd&devices=4"))
+    assert (shown["Predicted step"], shown["Mean step"]) == (
+        show_seconds(summary["step_time"]), show_seconds(summary["mean_step_time"]),
+    )  # fmt: skip
+    assert "Mean step" not in numbers(lab("mode=ddp&devices=4"))
+
+
 def test_nothing_is_said_of_calibrations_where_another_machine_is_predicted(lab: Lab):
     assert "python -m engine calibrate" not in words(lab("machine=h100"))
 

@@ -4,6 +4,7 @@ in: hand-made timelines, each with one thing wrong."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from statistics import fmean
 
@@ -13,9 +14,11 @@ from bench.accuracy import told
 from engine.archive import read_json
 from engine.cli.tables import seconds
 from engine.cost import calibration
+from engine.outcome import periods
 from engine.outcome.accuracy import REASONS, accuracy, by_kind, explain, shared_with, without_waiting
-from engine.outcome.finish import _slower, _step_seconds, other_cores
+from engine.outcome.finish import _slower, other_cores
 from engine.plan import Mesh
+from engine.predict import predict
 from engine.real import cores
 from engine.spec import Spec
 from engine.timeline import Span, Timeline
@@ -238,15 +241,40 @@ def test_the_result_of_a_real_run_holds_it_for_every_kind_of_op(launcher, runs_d
     assert sum(parts) == pytest.approx(found["step"]["measured"] - found["step"]["predicted"])
 
 
-def test_a_step_that_ranks_begin_when_they_like_is_that_of_a_mean_rank():
-    """Ranks at 0 and 6, both done at 10: 7 of a mean rank, though the last one began 4 before the end; and where all
-    begin together, from the end of the step before."""
-    steps = [
-        [{"start": -9.0, "end": 0.0}, {"start": 0.0, "end": 10.0}],
-        [{"start": -9.0, "end": 6.0}, {"start": 6.0, "end": 10.0}],
-    ]
-    assert _step_seconds(steps, 1, lined_up=False) == 7.0
-    assert _step_seconds(steps, 1) == 4.0
+def test_steps_in_which_ranks_do_not_meet_count_as_mean_ones_of_whole_periods():
+    """Two ranks on one core, which take turns as the kernel likes, and meet after every third step: at 30, 66, 96."""
+    ends = [[6, 12, 30, 36, 42, 66, 72, 90, 96, 108], [18, 24, 30, 48, 60, 66, 78, 84, 96, 102]]
+    steps = [[{"start": float(a), "end": float(b)} for a, b in itertools.pairwise([0, *of_rank])] for of_rank in ends]
+    turns = periods.whole(range(2, 10), 3)
+    assert turns == [range(3, 6), range(6, 9)]
+    assert [periods.seconds(steps, turn) for turn in turns] == [12.0, 10.0]
+    steps[0][6]["start"] += 5.0  # before which it did something else
+    assert periods.seconds(steps, turns[1]) == (30.0 - 5.0) / 3
+    assert periods.whole(range(2, 5), 3) == [range(2, 3), range(3, 4), range(4, 5)]  # none is whole
+    assert periods.whole(range(2, 5), 1) == [range(2, 3), range(3, 4), range(4, 5)]
+    # By themselves: from the last end of the one before, or if both begin later, from there.
+    assert periods.seconds(steps, range(4, 5)) == 12.0
+    steps[0][4]["start"] = steps[1][4]["start"] = 50.0
+    assert periods.seconds(steps, range(4, 5)) == 10.0
+
+
+def test_what_is_predicted_and_measured_of_a_period_is_of_its_mean_step():
+    prediction = predict(Spec(mode="local_sgd", devices=2, sync_every=4, machine="h100", global_batch=32))
+    mean = periods.predicted(prediction)
+    assert mean.steps == [0] and len(mean) == 3 * len(prediction.between.timeline) + len(prediction.timeline)
+    assert mean.makespan <= prediction.mean_step_time
+    last, found = by_kind(prediction.timeline), by_kind(mean)
+    assert found["all_reduce"] == pytest.approx(last["all_reduce"] / 4)
+    assert found["forward"] == pytest.approx(last["forward"])
+    # Measured so, step by step, two such periods are the same.
+    parts = [*([prediction.between.timeline] * 3), prediction.timeline] * 2
+    spans, begin = [], 0.0
+    for step, part in enumerate(parts):
+        spans += [span._replace(step=step, start=span.start + begin, end=span.end + begin) for span in part.spans()]
+        begin += prediction.between.makespan if (step + 1) % 4 else prediction.step_time
+    seen = periods.measured(Timeline.of(spans, "measured", 2), [range(4), range(4, 8)])
+    assert seen.steps == [3, 7]
+    assert by_kind(seen) == pytest.approx(found)
 
 
 def test_what_rounds_say_of_predictions_and_of_the_machine_itself():

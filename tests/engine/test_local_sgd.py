@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from engine import modes
+from engine.cost.catalogue import MACHINES
+from engine.cost.collectives import communication_seconds
 from engine.job import prepare
+from engine.predict import predict
 from engine.spec import Spec
 from tests.engine.proof import finished, holds_by_design
 
@@ -31,6 +34,22 @@ def test_the_step_that_is_shown_is_one_that_averages():
     assert modes.plan(job_of()).program(0).ops[-1].part == "average"
     assert modes.plan(job_of(sync_every=1)).program(0).ops[-1].part == "average"
     assert modes.plan(prepare(Spec(mode="ddp"))) == modes.plan(prepare(Spec(mode="ddp")), 2)
+
+
+@pytest.mark.parametrize("paced", [None, "h100"])
+def test_the_rarer_ranks_meet_the_less_a_step_takes(paced):
+    """By all of what weights take round, in the steps without: nothing else of a step is on the way."""
+    known = {"model": "gpt", "machine": "h100", "devices": 4, "global_batch": 32}
+    known |= {"paced": paced, "dilation": 100} if paced else {}
+    times = {}
+    for every in (1, 2, 4, 100):
+        found = predict(Spec(mode="local_sgd", sync_every=every, **known))
+        (average,) = [op for op in found.plan.program(0).ops if op.axis]
+        away = communication_seconds(average, range(4), MACHINES["h100"]) * (found.dilation or 1)
+        assert found.mean_step_time == pytest.approx(found.step_time - away * (1 - 1 / every))
+        times[every] = found.summary()["mean_step_time"]
+        assert found.summary()["samples_per_second"] == pytest.approx(32 / times[every])
+    assert times[1] > times[2] > times[4] > times[100] > 0
 
 
 def test_the_first_average_is_among_the_steps_compared():

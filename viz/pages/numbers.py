@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import streamlit as st
 
 from engine.asking.settings import planned_only
@@ -20,6 +23,12 @@ def percent(share: float | None) -> str:
     return NOTHING if share is None else f"{100 * share:.1f} %"
 
 
+def _mean_step(summary: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, str]]]:
+    """Where ranks do not meet in every step, and the one that is shown is longer than others."""
+    mean = summary["mean_step_time"]
+    return {"mean_step": (duration(mean), {})} if mean != summary["step_time"] else {}
+
+
 def show_numbers(shown: Shown, text: Catalogue) -> None:
     """One predicted step, in five numbers; the parameters of a published model, and MFU where the peak is known."""
     summary = shown.summary
@@ -28,6 +37,7 @@ def show_numbers(shown: Shown, text: Catalogue) -> None:
     over_ideal = percent(summary["bubble_over_ideal"])
     cells = {
         "step_time": (duration(summary["step_time"]), {"machine": machine} | batch),
+        **_mean_step(summary),
         "bubble": (percent(summary["bubble_fraction"]), {"over_ideal": over_ideal}),
         "exposed": (percent(summary["exposed_communication_fraction"]), {}),
         "bytes": (show_bytes(sum(summary["bytes_sent"])), {"devices": summary["devices"]}),
