@@ -203,6 +203,16 @@ def test_a_still_figure_says_under_the_mouse_what_each_span_is():
     ]
 
 
+def test_a_microbatch_is_named_alike_in_every_pass():
+    """Where there is no room for words, its number stands alone: a letter for some passes would look like a number."""
+    _, _, timeline = predicted("pipeline", 2, "unit", microbatches=4, schedule="zbv")
+    found = {}
+    for span in timeline.spans():
+        if span.lane == "compute" and span.microbatch >= 0:
+            found[span.kind] = words.labels(EN, span, numbered=True)[1:] == (str(span.microbatch),)
+    assert found == dict.fromkeys(("forward", "backward_input", "backward_weight"), True)
+
+
 @pytest.mark.parametrize("language", [EN, ZH], ids=["en", "zh"])
 def test_every_text_of_the_figures_and_the_player_is_in_both_catalogues(language):
     folder = Path(viz.figures.__file__).parent

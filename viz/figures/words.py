@@ -17,7 +17,6 @@ OP_KEYS = {kind: f"figure.op.{kind}" for kind in KINDS}
 PAYLOAD_KEYS = {payload: f"figure.payload.{payload}" for payload in PAYLOADS}
 LOOK_KEYS = {kind: OP_KEYS[kind] for kind in COMPUTE} | PAYLOAD_KEYS | {"other": "figure.payload.other"}
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
-LETTERS = {"backward_input": "I", "backward_weight": "W", "recompute": "R"}  # as in torch's schedules: 0I3, 0W3
 SIZES = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -55,8 +54,7 @@ def labels(text: Text, span: Span, *, numbered: bool) -> tuple[str, ...]:
         return tuple(dict.fromkeys((f"{name} {span.part}", span.part, piece)))
     if not numbered or span.microbatch == NONE:
         return (name,)
-    letter = [f"{LETTERS[span.kind]}{span.microbatch}"] if span.kind in LETTERS else []
-    return (f"{name} {span.microbatch}", *letter, str(span.microbatch))
+    return f"{name} {span.microbatch}", str(span.microbatch)  # which kind it is its colour says
 
 
 def rank_and_stage(text: Text, rank: int, stages: tuple[int, ...]) -> str:
