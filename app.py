@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from engine.archive import RUNS
 from engine.asking.rules import SpecError
-from viz import locales, pages
+from viz import locales, pages, player
 from viz.pages import lab, live, runs, search, traces, validated
 from viz.pages.state import read_language
 
@@ -39,7 +39,8 @@ def progress(request: Request) -> JSONResponse:
         run_id, language = request.path_params["run_id"], request.query_params.get("lang", locales.DEFAULT)
         return JSONResponse(live.answer(read_runs_dir(), run_id, language))
     except SpecError as error:
-        return JSONResponse({"error": str(error)}, status_code=404)
+        # Not 404, which the console of every page that still shows it would have as an error.
+        return JSONResponse({"ended": True, "error": str(error)})
 
 
 def read_runs_dir() -> Path:
@@ -56,6 +57,7 @@ def show() -> None:
     st.html(Path(pages.__file__).with_name("page.css"))
     live.warm_launcher()
     text = locales.text(read_language())
+    player.attend(text.language)
     # Pages have no icons: a browser would ask Google for them.
     lab_page = st.Page(lambda: lab.show(runs_dir), title=text("page.lab"), url_path="lab", default=True)
     search_page = st.Page(lambda: search.show(lab_page), title=text("page.search"), url_path="search")
@@ -68,6 +70,6 @@ def show() -> None:
 if __name__ == "__main__":
     show()
 else:
-    below = ("search", "runs", "traces", "validated")
+    below = ("lab", "search", "runs", "traces", "validated")
     pages_below = [Route(f"/{name}", page_below_root) for name in below]
     app = st.App(Path(__file__), routes=[*pages_below, Route(f"/{live.ADDRESS}/{{run_id}}", progress)])

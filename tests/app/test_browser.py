@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,6 +100,12 @@ def test_a_double_click_starts_one_run_that_shows_what_it_proved(double_clicked:
 def test_the_list_of_runs_opens_a_run_by_its_id_and_a_reload_keeps_it(double_clicked: tuple[Tab, Path], tab: NewTab):
     name = double_clicked[1].name
     second = tab().open("runs")
+    second.page.wait_for_function("window.lockstepKeepsFocus")
+    second.page.focus(f".st-key-delete-{name} button:visible")
+    second.page.keyboard.press("Enter")
+    second.page.wait_for_selector(f".st-key-yes-{name} button:focus")
+    second.page.keyboard.press("Escape")
+    second.page.wait_for_selector(f".st-key-delete-{name} button:focus")
     second.page.click(f".st-key-run-{name} a")
     assert_verdict(second)
     second.page.wait_for_url("**model=mlp*")  # the run has brought its settings
@@ -130,7 +137,8 @@ def test_a_run_is_watched_past_streamlit_and_stops_within_two_seconds(
     lab, sent = tab(), []
     lab.page.on("websocket", lambda socket: socket.on("framereceived", lambda frame: sent.append(frame)))
     lab.open("?mode=ddp&devices=2&model=mlp&steps=10000&fault=slow@0:0:0.1")
-    lab.click("run")
+    lab.page.focus(".st-key-run button")
+    lab.page.keyboard.press("Enter")
     folder = server[2] / run_id(lab)
     lab.page.wait_for_selector(".st-key-live >> text=/[1-9]\\d* of [\\d,]+ steps/")
     said, before = lab.settle().page.inner_text(".ls-count"), len(sent)
@@ -141,7 +149,8 @@ def test_a_run_is_watched_past_streamlit_and_stops_within_two_seconds(
     workers = archive.read_status(folder)["worker_pids"]
     assert len(workers) == 2
     with alone():
-        lab.click("stop")
+        lab.page.wait_for_selector(".st-key-stop button:focus")  # in Run's place, and later the other way round
+        lab.page.keyboard.press("Enter")
         clicked = time.monotonic()
         while not (folder / "stop").exists():
             assert time.monotonic() - clicked < 10.0
@@ -152,4 +161,9 @@ def test_a_run_is_watched_past_streamlit_and_stops_within_two_seconds(
             time.sleep(0.02)
     for one in (lab, second):
         one.page.wait_for_selector("text=Stopped before its last step")
+    lab.page.wait_for_selector(".st-key-run button:focus")
+    shutil.rmtree(folder)  # by somebody else
+    for one in (lab, second):
+        one.page.reload()
+        one.page.wait_for_selector(".st-key-wrong-run")
         assert one.problems == []

@@ -109,6 +109,12 @@ def test_a_visitor_searches_stops_and_opens_the_best_in_the_lab(tab: Callable[[]
     picked = browser.locator(".st-key-search-picked")
     picked.filter(has_text=re.compile("s slower than the first|^1\\.")).wait_for()
     assert "machine=h100" in picked.locator("a").get_attribute("href")
+    points = browser.get_by_role("slider", name="Step time against memory of a device")
+    points.focus()
+    for key in ("Home", "ArrowRight", "Enter"):
+        browser.keyboard.press(key)
+    assert points.get_attribute("aria-valuenow") == "2"
+    picked.filter(has_text=points.get_attribute("aria-valuetext").partition(" · step ")[0]).wait_for()
     browser.click(".st-key-language >> text=中文")
     browser.wait_for_selector("text=哪种布局最快？")
     browser.locator(".st-key-search-row-1 a").first.click()

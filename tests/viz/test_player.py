@@ -48,6 +48,25 @@ TEN_FRAMES = """(player) => {  // of 50 ms: how far the clock goes
 }"""
 
 
+CALM_FRAMES = """(player) => {  // one each 400 ms: what is shown in each
+  const { requestAnimationFrame, setTimeout } = window, times = [];
+  let frame, wait, now = performance.now();
+  window.requestAnimationFrame = (next) => ((frame = next), 0);
+  window.setTimeout = (next, milliseconds) => ((wait = [next, milliseconds]), 0);
+  player.seek(0);
+  player.play();
+  frame(now = performance.now());
+  player.seek(0);
+  for (; player.time < player.payload.end && times.length < 99; times.push(player.time)) {
+    wait[0]();
+    frame((now += wait[1]));
+  }
+  player.pause();
+  Object.assign(window, { requestAnimationFrame, setTimeout });
+  return times;
+}"""
+
+
 BESIDE_A_RUN = """(player) => {  // that needs all cores: when the next frame is, and how far the clock goes
   const { requestAnimationFrame, setTimeout } = window, run = document.body.appendChild(document.createElement("div"));
   let frame, wait, now = performance.now();
@@ -103,6 +122,21 @@ class TestPlayer:
         end, seconds = ask(page, "(player) => [player.payload.end, player.payload.seconds]")
         put_off, time = ask(page, BESIDE_A_RUN)
         assert (put_off, time) == (200, pytest.approx(0.2 * end / seconds))
+
+    def test_for_little_motion_it_goes_from_op_to_op_in_the_same_time(self, show):
+        page = show(payload_of())
+        page.emulate_media(reduced_motion="reduce")
+        times, stops = ask(page, CALM_FRAMES), ask(page, "(player) => player.payload.stops")
+        page.emulate_media(reduced_motion="no-preference")
+        assert times[0] == 33 * 0.4 / 8 // 1 and times[-1] == 33  # 400 ms of 8 s; ops begin at whole numbers
+        assert len(times) in (20, 21) and set(times) <= {*stops, 33}
+
+    def test_what_is_on_is_told_after_a_step_and_not_while_it_plays(self, show):
+        page = show(payload_of(taught=True))
+        told = "(player) => [player.words_.ariaLive, player.said_.ariaLive]"
+        assert ask(page, told) == ["polite", "polite"]
+        assert ask(page, f"(player) => (player.play(), ({told})(player))") == ["off", "off"]
+        assert ask(page, f"(player) => (player.forward(), ({told})(player))") == ["polite", "polite"]
 
     def test_keys_step_from_op_to_op(self, show):
         page = show(payload_of())

@@ -86,7 +86,9 @@ def _show_row(status: Mapping[str, Any], folder: Path, lab: st.Page, asked: Aske
         conformance.markdown(mark(result, "conformance", text))
         way.page_link(lab, label=text("runs.open"), icon=":material/open_in_new:", query_params=link)
         if folder.name != archive.GALLERY:
-            with bin.popover("", icon=":material/delete:", help=text("runs.delete"), key=f"delete-{run_id}"):
+            with bin.popover(
+                text("runs.delete"), icon=":material/delete:", help=text("runs.delete"), key=f"delete-{run_id}"
+            ):
                 st.markdown(text("runs.delete.sure", run=run_id))
                 st.button(text("runs.delete.yes"), key=f"yes-{run_id}", on_click=act(_delete, folder, run_id))
 

@@ -43,7 +43,7 @@ def show() -> None:
     files = st.file_uploader(text("traces.files"), type=["json", "gz"], accept_multiple_files=True, key="traces")
     if not files:
         st.caption(text("traces.how"))
-        st.code(RECIPE, language="python")
+        st.code(RECIPE, language=None)
         return
     try:
         found = _read(tuple(file.file_id for file in files), files)

@@ -1,5 +1,6 @@
 """A payload -> the player on a Streamlit page (`show`), or a standalone page that plays offline (`page`); and a figure
-that stands still -> a chart beside it (`chart`); a run's address -> how far it is, while it goes on (`live`).
+that stands still -> a chart beside it (`chart`); a run's address -> how far it is, while it goes on (`live`); a
+language -> a page that says so and keeps its focus (`attend`).
 
 Figures are drawn by one plotly.js. Streamlit's own st.plotly_chart would load a second one: a third of a page's load.
 """
@@ -26,7 +27,7 @@ THEME = """:root { color-scheme: light dark; --st-text-color: #1B2530; --st-back
   --st-primary-color: #0072B2; --st-secondary-background-color: #F0F3F6; --st-border-color: #C9D1D9;
   --st-font: "Source Sans 3", system-ui, "PingFang SC", "Microsoft YaHei", "Noto Sans CJK SC", sans-serif }
 @media (prefers-color-scheme: dark) { :root { --st-text-color: #E4EAF0; --st-background-color: #0E141C;
-  --st-primary-color: #2A80C0; --st-secondary-background-color: #18212C; --st-border-color: #3B4856 } }
+  --st-primary-color: #267ABA; --st-secondary-background-color: #18212C; --st-border-color: #3B4856 } }
 body { margin: 1.2rem auto; max-width: 1500px; padding: 0 1.2rem; background: var(--st-background-color);
   color: var(--st-text-color); font-family: var(--st-font) }
 h1 { font-size: 1.5rem; font-weight: 600 }"""
@@ -64,6 +65,11 @@ def live(address: str, key: str, *, sparing: str) -> None:
     runs again. `sparing`: why the player beside it draws seldom meanwhile; empty where it need not."""
     data = {"address": address, "sparing": sparing}
     _component("live", ("live.js",))(key=key, data=data, on_ended_change=lambda: None)
+
+
+def attend(language: str) -> None:
+    """Tell the browser the page's language, and keep the keyboard's focus where a script run takes away what had it."""
+    _component("page", ("page.js",))(key="lockstep-page", data={"language": language}, height=1)
 
 
 def picked(key: str) -> Any:

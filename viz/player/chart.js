@@ -11,10 +11,10 @@ export default function (component) {
   let root = parentElement.querySelector(".lockstep-chart");
   if (!root) {
     parentElement.appendChild((root = document.createElement("div")));
-    root.innerHTML = `<div class="ls-legend" aria-hidden="true"></div><div class="ls-figure"></div>`;
+    root.innerHTML = `<div class="ls-legend" aria-hidden="true"></div><div class="ls-figure" aria-hidden="true"></div>`;
   }
   Object.assign(root, { className: "lockstep-chart", gone: false });
-  root.setAttribute("role", "img");
+  root.setAttribute("role", data.picks ? "slider" : "img");
   root.setAttribute("aria-label", data.alt);
   root.lastElementChild.style.height = `${data.figure.layout.height}px`; // its place is kept until it is drawn
   plotlyLoaded().then(() => root.gone || draw(root, data, setStateValue), (error) => (root.textContent = String(error)));
@@ -32,9 +32,36 @@ async function draw(root, payload, setStateValue) {
   layout.showlegend = false;
   await Plotly.react(figure, data, layout, CONFIG);
   figure.removeAllListeners("plotly_click");
-  if (payload.picks) figure.on("plotly_click", ({ points: [point] }) => setStateValue("picked", point.customdata));
+  if (payload.picks) {
+    figure.on("plotly_click", ({ points: [point] }) => setStateValue("picked", point.customdata));
+    walk(root, figure, (name) => setStateValue("picked", name));
+  }
   root.resize ??= new ResizeObserver(() => figure.clientWidth && Plotly.Plots.resize(figure));
   root.resize.observe(figure);
+}
+
+// Points to pick, without a mouse: arrows go from one to the next, the fastest first, and Enter picks it.
+function walk(root, figure, pick) {
+  const points = figure.data.flatMap(({ customdata, hovertext, y }, curveNumber) => (customdata ?? []).map((name, pointNumber) =>
+    ({ name, y: y[pointNumber], words: hovertext[pointNumber], curveNumber, pointNumber }))).sort((a, b) => a.y - b.y);
+  const last = points.length - 1, show = () => {
+    Object.entries({ tabindex: 0, "aria-valuemin": 1, "aria-valuemax": last + 1, "aria-valuenow": root.at + 1 }).forEach(([name, value]) => root.setAttribute(name, value));
+    root.setAttribute("aria-valuetext", new DOMParser().parseFromString(points[root.at].words.replace("<br>", " · "), "text/html").body.textContent);
+  };
+  const hover = () => root.matches(":focus-visible") && Plotly.Fx.hover(figure, [points[root.at]]);
+  root.at = Math.min(root.at ?? 0, last);
+  show();
+  root.onfocus = hover;
+  root.onblur = () => Plotly.Fx.unhover(figure);
+  root.onkeydown = (event) => {
+    const to = { ArrowRight: root.at + 1, ArrowUp: root.at + 1, ArrowLeft: root.at - 1, ArrowDown: root.at - 1, Home: 0, End: last }[event.key];
+    if (to === undefined && event.key !== "Enter") return;
+    event.preventDefault();
+    if (to === undefined) return pick(points[root.at].name);
+    root.at = Math.max(0, Math.min(last, to));
+    show();
+    hover();
+  };
 }
 
 // A trace -> its swatch and its name. Where each bar has a colour of its own, the swatch has that of the text.

@@ -20,8 +20,8 @@ export default function (component) {
     const asked = await fetch(root.data.address).catch(() => null); // no answer: Streamlit says that its server is gone
     const now = asked?.ok && (await asked.json());
     if (!root.isConnected) return;
-    if (now) show(root, now);
-    if (asked?.status === 404 || now?.ended) setTriggerValue("ended", true); // and again, should the page stay
+    if (now && !now.error) show(root, now);
+    if (now?.ended) setTriggerValue("ended", true); // and again, should the page stay
     root.next = setTimeout(look, LOOK);
   };
   root.next ??= setTimeout(look);

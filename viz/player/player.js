@@ -11,6 +11,7 @@ const ICONS = {
 const HOLD = 0.9; // seconds that the clock stands at the end of a training step
 const [ENOUGH, LEAST] = [0.9, 0.6]; // of its height: what a picture has on a full screen, and at least on a small one
 const ABOVE = 90; // pixels of the window that a page needs for its own head
+const CALM = 400; // milliseconds between two pictures for whoever wants little motion: playing then goes from op to op
 const [SPARING, SPARED] = [".ls-sparing", 200]; // a run that needs all cores, and the milliseconds between two frames beside it
 const CLICK = 4; // pixels: what moves less is a click
 const icon = (name) => `<svg viewBox="0 0 16 16" width="18" height="18" fill="currentColor" aria-hidden="true"><path d="${ICONS[name]}"/></svg>`;
@@ -38,8 +39,8 @@ class Player {
       <input class="ls-slider" type="range" min="0" step="any"><output class="ls-time"></output>
       <select class="ls-speed">${SPEEDS.map((s) => `<option value="${s}">${s}×</option>`).join("")}</select>
       <button type="button" class="ls-full">${icon("full")}</button></div>
-      <ol class="ls-rail"></ol><p class="ls-said"></p><p class="ls-words" aria-live="off"></p><div class="ls-stage"><svg class="ls-under" aria-hidden="true"></svg>
-      <div class="ls-figure"></div><svg class="ls-marks" aria-hidden="true"></svg><svg class="ls-over" aria-hidden="true"></svg>
+      <ol class="ls-rail"></ol><p class="ls-said"></p><p class="ls-words"></p><div class="ls-stage"><svg class="ls-under" aria-hidden="true"></svg>
+      <div class="ls-figure" aria-hidden="true"></div><svg class="ls-marks" aria-hidden="true"></svg><svg class="ls-over" aria-hidden="true"></svg>
       <div class="ls-tip" hidden></div></div><div class="ls-foot"><span class="ls-legend"></span><span class="ls-caption"></span></div>`;
     for (const part of ["slider", "time", "speed", "words", "rail", "said", "stage", "figure", "under", "marks", "over", "tip", "legend", "caption"])
       this[`${part}_`] = root.querySelector(`.ls-${part}`);
@@ -65,7 +66,7 @@ class Player {
     }, true);
     this.stage_.addEventListener("pointermove", (event) => this.point(event), true);
     this.stage_.addEventListener("pointerleave", () => (this.tip_.hidden = true));
-    this.dark = matchMedia("(prefers-color-scheme: dark)");
+    [this.calm, this.dark] = ["reduced-motion: reduce", "color-scheme: dark"].map((want) => matchMedia(`(prefers-${want})`));
     this.onTheme = () => this.show(this.payload);
     this.dark.addEventListener("change", this.onTheme);
     this.resize = new ResizeObserver(() => this.ready && this.figure_.clientWidth && Plotly.Plots.resize(this.figure_));
@@ -146,6 +147,7 @@ class Player {
     play.innerHTML = icon(this.playing ? "pause" : "play");
     repeat.setAttribute("aria-pressed", this.repeat);
     this.root.dataset.playing = this.playing;
+    this.words_.ariaLive = this.said_.ariaLive = this.playing ? "off" : "polite"; // told after a step, and not while it plays
     this.caption_.textContent = caption;
     this.legend_.replaceChildren(...legend.map(([look, travels, words]) => {
       const item = document.createElement("span"), [colour, , shape] = looks[look];
@@ -178,17 +180,20 @@ class Player {
     const soon = () => (this.frame = requestAnimationFrame(tick));
     const tick = (now) => {
       if (!this.playing || !this.ready) return; // show() starts it again
-      const past = Math.min(0.3, Math.max(0, now - last) / 1000); // a hidden tab does not leap ahead
+      const past = Math.min(0.5, Math.max(0, now - last) / 1000); // a hidden tab does not leap ahead
       last = now;
-      document.querySelector(SPARING) ? (this.wait = setTimeout(soon, SPARED)) : soon();
+      const wait = this.calm.matches ? CALM : document.querySelector(SPARING) && SPARED;
+      wait ? (this.wait = setTimeout(soon, wait)) : soon();
       if (this.held > 0) return void (this.held -= past);
       if (this.rail.introduce(past * this.speed)) return;
-      const { end, pauses, seconds } = this.payload;
+      const { end, pauses, seconds, stops } = this.payload;
       if (this.time >= end) return this.repeat ? this.seek(0) : this.pause();
-      const next = Math.min(end, this.time + (past * this.speed * end) / seconds);
-      const stop = pauses.find((p) => p > this.time && p <= next); // stand still where a training step ends
+      const next = Math.min(end, this.clock + (past * this.speed * end) / seconds);
+      const stop = pauses.find((p) => p > this.clock && p <= next); // stand still where a training step ends
       if (stop !== undefined && (stop < end || this.repeat)) this.held = HOLD;
-      this.seek(stop ?? next);
+      const at = stop ?? next, begun = stops.findLast((s) => s <= at) ?? 0;
+      this.seek(this.calm.matches && at < end ? Math.max(this.time, begun) : at);
+      this.clock = at; // ahead of what is shown
     };
     soon();
   }
@@ -211,7 +216,7 @@ class Player {
 
   seek(time) {
     const { end, unit } = this.payload;
-    this.time = Math.max(0, Math.min(end, time));
+    this.clock = this.time = Math.max(0, Math.min(end, time));
     this.slider_.value = this.time;
     this.slider_.style.setProperty("--ls-done", `${(100 * this.time) / end}%`);
     this.time_.value = `${this.time.toFixed(end < 10 ? 2 : end < 100 ? 1 : 0)} ${unit[1]}`;

@@ -6,6 +6,7 @@ const CONFIG = { displaylogo: false, showSendToCloud: false, displayModeBar: fal
 async function plotlyLoaded() {
   for (let i = 0; !window.Plotly && i < 600; i++) await new Promise((done) => setTimeout(done, 50));
   if (!window.Plotly) throw new Error("plotly.js did not load");
+  document.getElementById("js-plotly-tester")?.setAttribute("aria-hidden", true); // its ruler for texts
 }
 
 // A copy, as Plotly writes into what it is given; with stand-in colours replaced by those of the theme.
