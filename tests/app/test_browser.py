@@ -39,7 +39,7 @@ def test_a_first_visit(tab: NewTab):
     box = page.locator(".ls-stage").bounding_box()
     assert 0 < box["y"] < 450  # of 900 pixels
     assert page.locator(".ls-title").all_text_contents() == ["rank 0", "rank 1"]
-    page.wait_for_selector(".lockstep-chart[role=img][aria-label='Memory of each rank'] .main-svg >> text=ranks 0–1")
+    page.wait_for_selector(".lockstep-chart[role=img][aria-label='Memory of each rank'] .main-svg >> text=all ranks")
     # One plotly.js draws everything: Streamlit's own is as large, and a third of the page's load.
     assert not [entry for entry in page.evaluate("performance.getEntries().map(e => e.name)") if "PlotlyChart" in entry]
 

@@ -54,7 +54,7 @@ def test_a_visitor_reads_it_points_at_a_result_and_changes_language(tab: Callabl
     browser.click(".st-key-quantity >> text=Memory")
     browser.wait_for_selector(".main-svg >> text=measured memory of the fullest rank")
     browser.click(".st-key-language >> text=中文")
-    browser.wait_for_selector(".lockstep-chart[aria-label='预测与实测'] .main-svg >> text=实测：最满 rank 的显存")
+    browser.wait_for_selector(".lockstep-chart[aria-label='预测与实测'] .main-svg >> text=实测：最满 rank 的内存")
     assert "与已发表的测量结果对照" in page.text()
     browser.reload()
     browser.wait_for_selector(".lockstep-chart[aria-label='预测与实测'] .main-svg")

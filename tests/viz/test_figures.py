@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import viz.figures
+from engine.cost.held import OVER_TIME
 from engine.cost.memory import CATEGORIES
 from engine.timeline import Timeline
 from tests.viz.examples import TWO, all_reduce, compute, message, predicted
@@ -361,6 +362,12 @@ def test_ranks_that_hold_the_same_share_a_bar_of_memory():
     ]
     assert all(bar.marker.pattern.shape == "/" for bar in figure.data)
     assert figure.layout.yaxis.ticktext == ("ranks 0–1", "rank 2")
+    assert plot_memory(memory_info([held(4)] * 2, None), EN).layout.yaxis.ticktext == ("all ranks",)
+
+
+def test_both_figures_of_memory_have_their_categories_in_one_order():
+    found = memory_info([dict.fromkeys(CATEGORIES, 1)], None).categories
+    assert {*found} == {*CATEGORIES} and found == tuple(name for name in OVER_TIME if name in found)
 
 
 def test_measured_memory_is_solid_below_what_was_predicted():

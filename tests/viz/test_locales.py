@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 import string
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -58,6 +60,29 @@ def test_catalogues_have_the_same_keys_and_the_same_values_in_them(language: str
     assert other.keys() == english.keys()
     assert {key: blanks(sentence) for key, sentence in other.items()} == {k: blanks(s) for k, s in english.items()}
     assert all(sentence.strip() for sentence in other.values())
+
+
+def sentences_of(part: object) -> Iterator[str]:
+    """All sentences of a catalogue, without its keys."""
+    if isinstance(part, str):
+        yield part
+    else:
+        for each in part.values() if isinstance(part, dict) else part:
+            yield from sentences_of(each)
+
+
+# What was said in several words: each is said in the one that is left.
+NO_MORE = "词元 规约 聚集 汇集 显存 其它 步时 重算 重新计算 广播 未掩盖 台设备 块设备".split()
+MIXED = re.compile(r"[一-鿿][,;:?!]|[,;:?!](?=[一-鿿])|[一-鿿][()]|[()][一-鿿]|[，。：；（）、] | [，。：；（）、]")
+UNSPACED = re.compile(r"[一-鿿][A-Za-z0-9]|[A-Za-z0-9%][一-鿿]")
+
+
+@pytest.mark.parametrize("part", ["", "figures.", "engine."])
+def test_chinese_has_one_word_for_one_thing_and_its_own_punctuation(part: str):
+    said = [*sentences_of(read(f"{part}zh"))]
+    assert not [(word, each) for word in NO_MORE for each in said if word in each]
+    assert not [each for each in said if MIXED.search(each)]
+    assert not [each for each in said if UNSPACED.search(each)]
 
 
 def test_a_key_that_is_missing_is_an_error_and_not_an_empty_word():

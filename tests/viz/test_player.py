@@ -162,7 +162,7 @@ class TestPlayer:
 
     def test_the_buttons_have_names(self, show):
         page = show(payload_of(language="zh"))
-        for name in ("播放", "后退一步", "前进一步", "循环播放"):
+        for name in ("播放", "后退一个操作", "前进一个操作", "循环播放"):
             assert page.get_by_role("button", name=name, exact=True).count() == 1
         assert page.get_by_role("slider", name="时间").count() == 1
 

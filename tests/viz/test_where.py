@@ -59,7 +59,8 @@ def test_ranks_of_one_role_share_a_bar_and_not_all_are_drawn():
     info = where_info(ran, idle(ran))
     assert [(row.rank, row.ranks) for row in info.rows] == [(0, 64)] and info.total == 64
     figure = plot_where(info, EN)
-    assert "and 63 like it" in figure.data[0].hovertext[0] and not figure.layout.annotations
+    assert figure.layout.yaxis.ticktext == ("all ranks",)
+    assert figure.data[0].hovertext[0].startswith("all ranks · load") and not figure.layout.annotations
     spec = PIPELINE.with_(devices=16, model="mlp", layers=15, microbatches=16)
     ran = simulated(predict(spec).simulation)
     info = where_info(ran, idle(ran))

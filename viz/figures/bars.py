@@ -22,7 +22,7 @@ def bars_layout(
         barmode=barmode,
         showlegend=True,
         margin={"b": 36 + (NOTE if note else 0)},
-        xaxis={"ticksuffix": f" {unit}", "nticks": 7, "showline": True, "linecolor": theme.LINE} | axis,
+        xaxis={"ticksuffix": f" {unit}", "showline": True, "linecolor": theme.LINE} | axis,
         yaxis={
             "tickvals": list(range(len(names))),
             "ticktext": list(names),

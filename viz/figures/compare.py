@@ -81,7 +81,7 @@ def plot_compare(info: CompareInfo, text: Text) -> go.Figure:
         bargap=0.3,
         bargroupgap=0.05,
         margin={"b": 36},
-        xaxis={"rangemode": "tozero", "ticksuffix": f" {unit}", "nticks": 7, "showline": True, "linecolor": theme.LINE},
+        xaxis={"rangemode": "tozero", "ticksuffix": f" {unit}", "showline": True, "linecolor": theme.LINE},
         # Unseen ticks keep the names clear of the bars.
         yaxis={
             "autorange": "reversed",

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.cost.held import OVER_TIME
 from engine.cost.memory import CATEGORIES
 from viz import theme
 from viz.figures.bars import bars_layout
-from viz.figures.words import Text, show_bytes, size_unit
+from viz.figures.words import Text, ranks_alike, show_bytes, size_unit
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -37,7 +38,7 @@ class Row(NamedTuple):
 
 class MemoryInfo(NamedTuple):
     rows: tuple[Row, ...]
-    categories: tuple[str, ...]  # those of which any rank holds something
+    categories: tuple[str, ...]  # those of which any rank holds something, in the order of the figure over time
     hidden: int  # ranks that are not drawn
 
     @property
@@ -55,7 +56,7 @@ def memory_info(planned: Sequence[Mapping[str, int]], measured: Sequence[Mapping
         rows.append(Row(rank, rank + count - 1, plan, real))
         rank += count
     held = [each for pair in pairs for each in pair if each]
-    categories = tuple(name for name in CATEGORIES if any(each[name] for each in held))
+    categories = tuple(name for name in OVER_TIME if name in CATEGORIES and any(each[name] for each in held))
     hidden = rank - rows[ROWS].first if len(rows) > ROWS else 0
     return MemoryInfo(tuple(rows[:ROWS]), categories, hidden)
 
@@ -87,14 +88,16 @@ def plot_memory(info: MemoryInfo, text: Text) -> go.Figure:
                 "hovertext": [_hover(row, category, text) for row in info.rows], "hoverinfo": "text",
             })  # fmt: skip
             below = [a + b for a, b in zip(below, held, strict=True)]
-    names = [text("figure.rank", rank=r.first) if r.first == r.last else _ranks(r, text) for r in info.rows]
+    names = [_ranks(row, info.ranks, text) for row in info.rows]
     numbers = {"drawn": f"{info.ranks - info.hidden:,}", "total": f"{info.ranks:,}"}
     note = text("figure.not_drawn", **numbers) if info.hidden else ""
     layout = bars_layout(names, thick=64 if both else 44, unit=unit, note=note, barmode="overlay", rangemode="tozero")
     return go.Figure({"data": data, "layout": layout})
 
 
-def _ranks(row: Row, text: Text) -> str:
+def _ranks(row: Row, total: int, text: Text) -> str:
+    if row.first == row.last or row.last - row.first + 1 == total:
+        return ranks_alike(text, row.first, row.last - row.first + 1, total)
     return text("figure.ranks", ranks=f"{row.first}–{row.last}")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from engine.cost.held import OVER_TIME, OverTime
 from engine.simulation import Simulation
 from viz import theme
-from viz.figures.words import Text, show_bytes, size_unit, unit_of
+from viz.figures.words import Text, ranks_alike, show_bytes, size_unit, unit_of
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -46,6 +46,7 @@ class OverTimeInfo(NamedTuple):
     ranks: tuple[RankOverTime, ...]  # the fullest first
     capacity: int | None
     seconds: float
+    total: int  # ranks, drawn or not
 
 
 def over_time_info(simulation: Simulation, capacity: int | None) -> OverTimeInfo:
@@ -59,7 +60,7 @@ def over_time_info(simulation: Simulation, capacity: int | None) -> OverTimeInfo
         RankOverTime(int(graph.representative[role]), int(graph.num_ranks[role]), simulation.memory_over_time(role))
         for role in [*chosen][:RANKS]
     )
-    return OverTimeInfo(ranks, capacity, simulation.makespan)
+    return OverTimeInfo(ranks, capacity, simulation.makespan, sum(graph.num_ranks))
 
 
 def thinned(held: OverTime, points: int = POINTS) -> OverTime:
@@ -110,17 +111,15 @@ def plot_over_time(info: OverTimeInfo, text: Text) -> go.Figure:
             where = {"yref": f"y{axis}", "xref": "paper", "x0": 0, "x1": 1}
             shapes.append({"type": "line", "y0": at, "y1": at, "line": line, **where})
         moment, peak = rank.peak
-        last = rank.rank if rank.stands_for == 1 else None
-        words = text("figure.rank", rank=rank.rank) if last is not None else text(
-            "figure.memory.alike", rank=rank.rank, more=f"{rank.stands_for - 1:,}"
-        )  # fmt: skip
+        words = ranks_alike(text, rank.rank, rank.stands_for, info.total)
         told = {"showarrow": False, "xanchor": "left", "yanchor": "bottom", "xref": "paper", "yref": "paper"}
         notes.append({"text": words, "x": 0, "y": low + each, **told})
         notes.append({
             "text": text("figure.memory.peak", size=show_bytes(peak)), "x": _round(moment / unit), "y": peak / size,
-            "xref": "x", "yref": f"y{axis}", "showarrow": True, "arrowhead": 2, "ax": 0, "ay": -18,
+            "xref": "x", "yref": f"y{axis}", "showarrow": True, "arrowhead": 2, "arrowcolor": theme.INK,
+            "ax": 0, "ay": -18,
         })  # fmt: skip
-    x = {"range": [0, info.seconds / unit], "ticksuffix": f" {unit_name}", "nticks": 8, "anchor": f"y{axis}"}
+    x = {"range": [0, info.seconds / unit], "ticksuffix": f" {unit_name}", "anchor": f"y{axis}"}
     x |= {"ticks": "outside", "ticklen": 8, "tickcolor": "rgba(0,0,0,0)"}  # clear of the lowest size
     layout = theme.layout(
         height=42 + HEIGHT * number,

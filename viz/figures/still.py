@@ -157,7 +157,7 @@ def still_layout(info: PictureInfo, text: words.Text) -> dict[str, Any]:
         "dragmode": "zoom",
         "xaxis2": base["xaxis"] | {
             "visible": True, "fixedrange": False, "range": [0, round(info.end / info.unit[0], 6)], "anchor": "y2",
-            "ticksuffix": " " + info.unit[1], "nticks": 8, "ticks": "outside", "ticklen": 5, "tickcolor": theme.LINE,
+            "ticksuffix": " " + info.unit[1], "ticks": "outside", "ticklen": 5, "tickcolor": theme.LINE,
             "showline": True, "linecolor": theme.LINE,
         },
         "yaxis2": base["yaxis"] | {

@@ -11,7 +11,7 @@ from engine.analysis.ran import Ran
 from engine.plan import COMPUTE
 from viz import theme
 from viz.figures.bars import bars_layout, idle_marker
-from viz.figures.words import Text, op_name, show_seconds, unit_of
+from viz.figures.words import Text, op_name, ranks_alike, show_seconds, unit_of
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -80,16 +80,14 @@ def plot_where(info: WhereInfo, text: Text) -> go.Figure:
         })  # fmt: skip
     drawn = sum(row.ranks for row in info.rows)
     note = text("figure.not_drawn", drawn=f"{drawn:,}", total=f"{info.total:,}") if drawn < info.total else ""
-    names = [text("figure.rank", rank=row.rank) + (f" ×{row.ranks:,}" if row.ranks > 1 else "") for row in info.rows]
+    names = [ranks_alike(text, row.rank, row.ranks, info.total) for row in info.rows]
     longest = _round(info.makespan / size) or 1
     layout = bars_layout(names, thick=40, unit=unit, note=note, range=[0, longest])
     return go.Figure({"data": data, "layout": layout})
 
 
 def _hover(row: WhereRow, name: str, seconds: float, info: WhereInfo, text: Text) -> str:
-    ranks = text("figure.rank", rank=row.rank)
-    if row.ranks > 1:
-        ranks = text("figure.where.alike", ranks=ranks, more=f"{row.ranks - 1:,}")
+    ranks = ranks_alike(text, row.rank, row.ranks, info.total)
     share = f"{100 * seconds / (info.makespan or 1):.1f} %"
     return text("figure.where.hover", ranks=ranks, what=name, time=show_seconds(seconds), share=share)
 

@@ -57,6 +57,13 @@ def labels(text: Text, span: Span, *, numbered: bool) -> tuple[str, ...]:
     return f"{name} {span.microbatch}", str(span.microbatch)  # which kind it is its colour says
 
 
+def ranks_alike(text: Text, rank: int, count: int, total: int) -> str:
+    """`count` of all ranks that do the same, by the first of them."""
+    if count == 1:
+        return text("figure.rank", rank=rank)
+    return text("figure.all_ranks") if count == total else text("figure.alike", rank=rank, more=f"{count - 1:,}")
+
+
 def rank_and_stage(text: Text, rank: int, stages: tuple[int, ...]) -> str:
     """`rank 1`, `rank 1 · stage 1`, `rank 0 · stages 0, 7`."""
     words = [text("figure.rank", rank=rank)]
