@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -93,7 +94,7 @@ def model_layers(spec: Spec, vocabulary: int) -> tuple[Layer, ...]:
         ranks = spec.devices if spec.mode in ("tensor", "sequence") else spec.tp or 1
         multiple = PADDING * ranks if spec.vocabulary % ranks else 1
         tokens = math.ceil(spec.vocabulary / multiple) * multiple
-    return _decoder(spec, Decoder.of(spec, item), tokens)
+    return _decoder(Chain.of(spec), Decoder.of(spec, item), tokens)
 
 
 def _conv(name: str, inputs: int, outputs: int, side: int, item: int) -> Layer:
@@ -144,7 +145,29 @@ def _mlp(layers: int, hidden: int, classes: int, item: int) -> tuple[Layer, ...]
     return (*hidden_layers, _output("out", hidden, classes, item))
 
 
-def _decoder(spec: Spec, sizes: Decoder, vocabulary: int) -> tuple[Layer, ...]:
+class Chain(NamedTuple):
+    """Of a spec, what says which layers a decoder has, beside their sizes."""
+
+    model: str
+    layers: int
+    positions: str | None
+    tied: bool | None
+    mtp: int | None
+    dense_layers: int | None
+    dense_ffn: int | None
+    experts: int | None
+    top_k: int | None
+    shared_experts: int | None
+    in_stages: bool
+
+    @classmethod
+    def of(cls, spec: Spec) -> Chain:
+        in_stages = spec.mode in ("layer_split", "pipeline") or (spec.pp or 1) > 1
+        return cls(*(getattr(spec, name) for name in cls._fields[:-1]), in_stages)
+
+
+@functools.lru_cache(maxsize=256)  # a search asks for those of one model on many meshes
+def _decoder(spec: Chain, sizes: Decoder, vocabulary: int) -> tuple[Layer, ...]:
     """A pre-norm decoder (Radford et al. 2019) with RMSNorm, no biases, and, unless asked for otherwise, learned
     positions and an untied head. A tied head is a copy of the embedding where it is on another device."""
     h, c, item = sizes.hidden, sizes.context, sizes.item
@@ -169,7 +192,7 @@ def _decoder(spec: Spec, sizes: Decoder, vocabulary: int) -> tuple[Layer, ...]:
         ]
     blocks[-1:] = [replace(block, products_copied=sizes.copied()) for block in blocks[-1:]]  # by the head's norm
     # A copy of a tied embedding is held by the last of several stages.
-    copied = not spec.tied or _in_stages(spec)
+    copied = not spec.tied or spec.in_stages
     head_params = (("norm.weight", (h,)), *((("linear.weight", (vocabulary, h)),) if copied else ()))
     times = 1 + (spec.mtp or 0)  # each module's tokens go through the same head
     flops, logits = times * 2 * c * h * vocabulary, times * sizes.logits_saved(vocabulary)
@@ -183,16 +206,12 @@ def _decoder(spec: Spec, sizes: Decoder, vocabulary: int) -> tuple[Layer, ...]:
     return (embed, *blocks, head)
 
 
-def _in_stages(spec: Spec) -> bool:
-    return spec.mode in ("layer_split", "pipeline") or (spec.pp or 1) > 1
-
-
-def _ahead(spec: Spec, sizes: Decoder, vocabulary: int, module: int) -> Layer:
+def _ahead(spec: Chain, sizes: Decoder, vocabulary: int, module: int) -> Layer:
     """What a module that predicts a further token does before its block: it joins what the block before it gives and
     that token's embedding, each after a norm. The embedding is the model's own, of which the last stage has a copy."""
     h, c, item = sizes.hidden, sizes.context, sizes.item
     params = (("norm1.weight", (h,)), ("norm2.weight", (h,)), ("join.weight", (h, 2 * h)))
-    if _in_stages(spec) and not module:
+    if spec.in_stages and not module:
         params += (("token.weight", (vocabulary, h)),)
     kernels = (*sizes.embed_kernels(), *2 * sizes.norm_kernels(), matmul(c, h, 2 * h, item, given=0))
     saved, output = 2 * sizes.norm_saved() + sizes.sum_saved(), item * c * h
@@ -224,7 +243,7 @@ def _block(sizes: Decoder, ffn: int | None = None) -> _Block:
     return params, flops, saved, products, last, kernels
 
 
-def _routed(dense: _Block, sizes: Decoder, spec: Spec) -> _Block:
+def _routed(dense: _Block, sizes: Decoder, spec: Chain) -> _Block:
     """A block with a mixture of experts for its MLP (Fedus et al. 2021, arXiv:2101.03961): a router gives every token
     to `top_k` of the experts, and none is dropped. What experts share (DeepSeek-AI 2024, arXiv:2401.06066) all get."""
     h, c, k, item = sizes.hidden, sizes.context, spec.top_k, sizes.item

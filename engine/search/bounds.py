@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -63,6 +64,17 @@ class Placed(NamedTuple):
     starts: np.ndarray
     ends: np.ndarray
     of_rank: np.ndarray
+
+
+class AllPlaced(NamedTuple):
+    """Of several orders, one each along the first axis: as in `Placed`; which of `own` and `least` is `last`; whether
+    backwards are in halves. `first`: the stages of the first ranks, one order after the other."""
+
+    own: np.ndarray
+    last: np.ndarray
+    before: np.ndarray
+    halves: np.ndarray
+    first: np.ndarray
 
 
 class Bounds:
@@ -129,17 +141,31 @@ class Bounds:
             count = np.bincount(kinds) / job.spec.pp
             seconds, stays = float((way.pieces * both + there.update) @ count), int(there.bytes @ count)
             return Bound(seconds, stays + (int(work.kept @ count) if job.spec.master_weights else 0), stays)
-        placed = _placed(kinds, way.split, way.schedule, job.spec.pp, way.stages_per_rank)
-        passes = placed.before @ work.forward.seconds + way.pieces * placed.own @ both
+        return self._of_orders(job, [way])[0]
+
+    def of_orders(self, job: Job, ways: Sequence[Way]) -> Sequence[Bound]:
+        """Of layouts that differ in nothing but the order of their pipeline."""
+        if not ways or job.spec.mode != "hybrid" or job.spec.schedule_file is not None:
+            return [Bound()] * len(ways)
+        return [self._priced(job, bound) for bound in self._of_orders(job, ways)]
+
+    def _of_orders(self, job: Job, ways: Sequence[Way]) -> list[Bound]:
+        work, there, travels = self._pieces.work(job, ways[0]), self._pieces.stays(job), self._pieces.travels(job)
+        both, pieces = work.forward.seconds + work.backward.seconds, ways[0].pieces
+        orders = tuple((way.split, way.schedule, way.stages_per_rank) for way in ways)
+        every = _all_placed(self._pieces.kinds_of(job), job.spec.pp, orders)
+        passes = every.before @ work.forward.seconds + pieces * (every.own @ both)
         # In one stage gradients are reduced after all else; of several, at least those of the one that ends last.
-        last = placed.own if way.schedule in ONE_STAGE else placed.least
-        ends = (last @ self._pieces.travels(job).reduce).max(axis=1) + placed.own @ there.update
-        back = 0.0 if way.schedule in SPLIT_BACKWARD else placed.before @ work.backward.seconds + ends[0]
-        numbers = (job.spec.pp, way.pieces // job.microsteps, way.stages_per_rank)
-        kept = (in_flight(way.schedule, *numbers) @ _kept(job, way, work, placed)[placed.of_rank[0]]).max()
-        stays = placed.own @ there.bytes
-        fullest = max(stays.max(), stays[0] + kept)
-        return Bound(float((passes + np.maximum(ends, back)).max()), int(fullest), int(stays.max()))
+        ends = (every.last @ travels.reduce).max(axis=2) + every.own @ there.update
+        back = np.where(every.halves, 0.0, every.before @ work.backward.seconds + ends[:, :1])
+        seconds = (passes + np.maximum(ends, back)).max(axis=1)
+        stays, kept = every.own @ there.bytes, _kept(job, ways[0], work, every.first)
+        found, at = [], 0
+        for i, (_, schedule, count) in enumerate(orders):
+            flight = in_flight(schedule, job.spec.pp, pieces // job.microsteps, count)
+            most = (flight @ kept[at : (at := at + count)]).max()
+            found.append(Bound(float(seconds[i]), int(max(stays[i].max(), stays[i, 0] + most)), int(stays[i].max())))
+        return found
 
     def outlined(self, job: Job, way: Way) -> Bound:
         """Of a layout whose order is known: closer, and dearer. Of a stage that was gathered the first layer is there
@@ -177,7 +203,7 @@ class Bounds:
         """Beside what stays, the most that each rank keeps: whichever of its replicas share their layers."""
         key = (*self._pieces.key_of(job, way), job.spec.pp, *way)
         if key not in self._most:
-            kept, stages, ends = _kept(job, way, work, placed), placed.stages, placed.ends.T
+            kept, stages, ends = _kept(job, way, work, placed.stages), placed.stages, placed.ends.T
             again, back = stages @ work.all_again, _while_it_goes_back(work, *ends)
             left = np.minimum(kept + again, stages @ work.operands)
             if not job.spec.master_weights:
@@ -199,12 +225,12 @@ def _lengths(work: Work, placed: Placed, column: int, master_weights: bool | Non
     return np.concatenate([forward, backward, inputs, weights]).tolist()
 
 
-def _kept(job: Job, way: Way, work: Work, placed: Placed) -> np.ndarray:
-    """Bytes of each stage, for a microbatch. What PyTorch's stages put out is counted elsewhere."""
+def _kept(job: Job, way: Way, work: Work, stages: np.ndarray) -> np.ndarray:
+    """Bytes of each of these stages, for a microbatch. What PyTorch's stages put out is counted elsewhere."""
     output = 0.0
     if not job.spec.master_weights:
         output = job.local_batch // way.pieces * max(layer.output_bytes for layer in job.layers[:-1])
-    return np.maximum(0.0, placed.stages @ work.kept - output)
+    return np.maximum(0.0, stages @ work.kept - output)
 
 
 def _while_it_goes_back(work: Work, last: np.ndarray, before: np.ndarray) -> np.ndarray:
@@ -225,6 +251,17 @@ def _placed(kinds: tuple[int, ...], split: tuple[int, ...], schedule: str, ranks
     parts = np.split(np.array(kinds), ends)
     starts, lasts = np.array([part[0] for part in parts]), np.array([[part[-1], part[-2:][0]] for part in parts])
     return Placed(*map(np.stack, zip(*rows, strict=True)), stages, starts, lasts, np.array(placement))
+
+
+@functools.lru_cache(maxsize=256)
+def _all_placed(kinds: tuple[int, ...], ranks: int, orders: tuple[tuple, ...]) -> AllPlaced:
+    each = [_placed(kinds, split, schedule, ranks, count) for split, schedule, count in orders]
+    names = [schedule for _, schedule, _ in orders]
+    last = [one.own if name in ONE_STAGE else one.least for one, name in zip(each, names, strict=True)]
+    halves = np.array([[name in SPLIT_BACKWARD] for name in names])
+    first = np.concatenate([one.stages[one.of_rank[0]] for one in each])
+    own, before = (np.stack(column) for column in ([one.own for one in each], [one.before for one in each]))
+    return AllPlaced(own, np.stack(last), before, halves, first)
 
 
 @functools.lru_cache(maxsize=4096)

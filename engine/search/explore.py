@@ -29,6 +29,7 @@ from engine.cost.machine import Machine, machine
 from engine.graph.matching import PlanError
 from engine.job import Job, prepare, prepare_real
 from engine.plan import Program
+from engine.predict import Prediction, predict
 from engine.scale_model.pictured import machine_of
 from engine.search import space
 from engine.search.bounds import Bound, Bounds
@@ -102,6 +103,7 @@ class Search:
         self._turns = itertools.count()
         self._last = math.inf  # seconds of the last of the meshes that are wanted
         self._known: dict[tuple, Job | SpecError] = {}
+        self._predictions: dict[Spec, Prediction] = {}
 
     @property
     def decided(self) -> int:
@@ -112,6 +114,10 @@ class Search:
     def best(self) -> list[Layout]:
         """One of each mesh, the fastest first."""
         return sorted(self.fastest.values(), key=lambda one: one.step_time)[: self.top]
+
+    def prediction(self, layout: Layout) -> Prediction:
+        """Those of the best are kept."""
+        return self._predictions.get(layout.spec) or predict(layout.spec, on=self.on)
 
     def steps(self) -> Iterator[None]:
         """Looks at all of them, and lets its caller have a turn now and then, who may leave."""
@@ -211,10 +217,15 @@ class Search:
         """Pieces of each size; then those that compute more again, and each order by itself."""
         job = bunch.job
         if bunch.pieces:
-            for pieces in bunch.pieces:
+            for pieces, finer in space.by_fewest(bunch.pieces):
                 microbatches = pieces.get("microbatches", job.spec.microbatches) or 1
                 way = bunch.way._replace(pieces=microbatches * pieces.get("accumulate", job.microsteps))
-                yield from self._bounded(bunch._replace(settings=bunch.settings | pieces, way=way, pieces=()))
+                one = bunch._replace(settings=bunch.settings | pieces, way=way, pieces=())
+                bound = self._bounds.of(job, way)
+                yield from self._that_fit(one, bound)
+                if finer:  # which takes no less
+                    seconds = max(bunch.seconds, bound.seconds)
+                    yield bunch._replace(seconds=seconds, turn=next(self._turns), pieces=tuple(finer))
             return
         if bunch.more:
             yield from self._again(bunch)
@@ -222,6 +233,7 @@ class Search:
         if not bunch.orders:
             yield alone
             return
+        ordered = []
         for order in space.orders(self.spec, self.held, job.degree("pp"), len(job.layers)):
             settings = bunch.settings | order
             try:
@@ -230,16 +242,24 @@ class Search:
                 self._refuse(error)
                 continue
             way = Way.of(found)._replace(recompute=bunch.way.recompute)
-            yield from self._bounded(alone._replace(settings=settings, way=way, orders=0))
+            ordered.append(alone._replace(settings=settings, way=way, orders=0))
+        bounds = self._bounds.of_orders(job, [one.way for one in ordered])
+        for one, bound in zip(ordered, bounds, strict=True):
+            yield from self._that_fit(one, bound)
 
     def _ordered(self, job: Job, settings: Settings) -> Job:
-        """A job with these settings; rules of an order ask for what is cut into stages and microbatches alone."""
+        """A job with these settings; rules of an order ask for what is cut into stages and microbatches alone. What a
+        larger batch can be cut into, a smaller one can."""
         names = ("schedule", "stages_per_rank", "microbatches")
-        key = (job.spec.mode, job.degree("pp"), job.local_batch, job.layers[-1].output, *map(settings.get, names))
+        cut = (job.spec.mode, job.degree("pp"), job.layers[-1].output, *map(settings.get, names))
+        found = self._known.get(cut)
+        if found is not None and found.local_batch >= job.local_batch:
+            return found
+        key = (*cut, job.local_batch)
         if key not in self._known:
             try:
                 spec = self.spec.with_(**{k: v for k, v in settings.items() if k != "recompute"})
-                self._known[key] = self._check(spec, suggest=False)
+                self._known[key] = self._known[cut] = self._check(spec, suggest=False)
             except SpecError as error:
                 self._known[key] = error
         if isinstance(found := self._known[key], SpecError):
@@ -273,4 +293,6 @@ class Search:
         if known is None or simulation.makespan < known.step_time:
             peak = max(simulation.peak_memory)
             self.fastest[bunch.mesh] = Layout(bunch.settings, spec, simulation.makespan, peak)
+            predictions = self._predictions | {spec: Prediction(job, simulation)}
+            self._predictions = {one.spec: predictions[one.spec] for one in self.best if one.spec in predictions}
             self._last = self.best[-1].step_time if len(self.fastest) >= self.top else math.inf

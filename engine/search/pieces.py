@@ -105,6 +105,7 @@ class Pieces:
     def __init__(self, on: Machine | None = None):
         self._on = on
         self._known: dict[tuple, Work | Stays | Travels | float] = {}
+        self._layers: dict[tuple, tuple[Job, Job, tuple[Layer, ...]]] = {}
         self._machines: dict[str, Machine] = {}  # by mode
         self._kinds: dict[int, tuple[tuple[Layer, ...], tuple[int, ...]]] = {}  # by which layers they are
 
@@ -119,14 +120,30 @@ class Pieces:
             self._machines[job.spec.mode] = machine_of(job, self._on)
         return self._machines[job.spec.mode]
 
+    def _on_rank(self, job: Job) -> tuple[Job, Job, tuple[Layer, ...]]:
+        """A job of one layer of each kind; the same with the tokens that a rank has; and what it holds of those layers.
+        Meshes that cut a layer alike share these."""
+        key = (
+            job.layers[0].params,
+            *(job.degree(axis) for axis in ("cp", "ep", "tp")),
+            job.expert_axis,
+            job.degree("pp") > 1,
+        )
+        if key not in self._layers:
+            one = _one_of_each(job, self.kinds_of(job))
+            own = own_tokens(one)
+            self._layers[key] = one, own, held(own, FIRST)
+        one, own, layers = self._layers[key]
+        return replace(job, layers=one.layers), replace(job, layers=own.layers, sample_bytes=own.sample_bytes), layers
+
     def work(self, job: Job, way: Way, *, attends: bool = True) -> Work:
         key = (*self.key_of(job, way), attends)
         if key not in self._known:
             samples = job.local_batch // way.pieces
-            job = replace(_one_of_each(job), spec=job.spec.with_(recompute=way.recompute))
-            own, mesh, machine = own_tokens(job), mesh_of(job), self.machine(job)
+            job, own, layers = self._on_rank(replace(job, spec=job.spec.with_(recompute=way.recompute)))
+            mesh, machine = mesh_of(job), self.machine(job)
             seconds, bytes_of = [], []
-            for layer in held(own, FIRST):
+            for layer in layers:
                 ahead, back = _passes_of(own, layer, samples)
                 stays = _passes_of(own, layer, samples, stays=True)[1] if recomputes(job) else back
                 if not attends:
@@ -157,8 +174,8 @@ class Pieces:
         key = (*self.key_of(job, way), "hop", job.spec.pp)
         if key in self._known:
             return self._known[key]
-        one, mesh = own_tokens(_one_of_each(job)), mesh_of(job)
-        least = min(output_of(one, layer).output_bytes for layer in held(one, FIRST)[:-1])
+        (_, own, layers), mesh = self._on_rank(job), mesh_of(job)
+        least = min(output_of(own, layer).output_bytes for layer in layers[:-1])
         size = least * (job.local_batch // way.pieces) // scattered(job)
         op = Op(kind="send", axis="pp", peer=1, bytes=size, asynchronous=job.spec.overlap is not False)
         self._known[key] = communication_seconds(op, (0, mesh.stride("pp")), self.machine(job))
@@ -169,9 +186,9 @@ class Pieces:
         mesh = mesh_of(job)
         key = (Stays, mesh.axes, mesh.degrees, job.expert_axis, waits)
         if key not in self._known:
-            job, found = _one_of_each(job), []
+            (job, _, layers), found = self._on_rank(job), []
             memory_rate = self.machine(job).memory_rate
-            for i, layer in enumerate(held(own_tokens(job), FIRST)):
+            for i, layer in enumerate(layers):
                 update = chain.optimizer([shard(layer, mesh.degree("fsdp"), 0)], job.spec)
                 matrices = chain.made_in([layer]) if job.spec.master_weights else 0
                 found.append((_stays(job, mesh, i, layer, waits), update.bytes / memory_rate, matrices))
@@ -182,11 +199,10 @@ class Pieces:
         mesh = mesh_of(job)
         key = (Travels, mesh.axes, mesh.degrees, job.expert_axis)
         if key not in self._known:
-            job = _one_of_each(job)
-            own, machine, found = own_tokens(job), self.machine(job), []
+            (job, own, layers), machine, found = self._on_rank(job), self.machine(job), []
             bucketed = "ep" in mesh.axes and set(mesh.axes) <= BUCKETED
             axes = ("fsdp", replicas_of(mesh), replicas_of(mesh, of_experts=True))
-            for layer in held(own, FIRST):
+            for layer in layers:
                 units = [chain.Unit(layer, (), ())]
                 if job.expert_axis:  # experts are a unit of their own
                     units = units_of(own, [layer], 1, FIRST, stage=0)
@@ -231,7 +247,8 @@ def _without_attention(op: Op) -> Op:
 def round_a_ring(ops: Sequence[Op], mesh: Mesh, machine: Machine) -> float:
     """Seconds of a layer's ops. From the first message to the last that comes, keys go round: no sooner than all that
     one rank sends has gone over its link, one after the other, which the rank that needs them waits for; so does the
-    one behind the slowest link, which goes from node to node where the ring does."""
+    one behind the slowest link, which goes from node to node where the ring does. And whoever is the first to have sent
+    the last of it had computed what comes before, and it has to come over."""
     sends = [i for i, op in enumerate(ops) if op.kind == "send"]
     comes = [i for i, op in enumerate(ops) if op.kind == "recv"]
     if not sends or not comes:
@@ -239,10 +256,10 @@ def round_a_ring(ops: Sequence[Op], mesh: Mesh, machine: Machine) -> float:
     around = slice(sends[0], comes[-1] + 1)
     inside = seconds_of(ops[around], mesh, machine)
     ring = mesh.group(0, ops[sends[0]].axis)
-    travels = max(
-        sum(communication_seconds(ops[i], (rank, peer), machine) for i in sends if i < comes[-1])
-        for rank, peer in zip(ring, (*ring[1:], ring[0]), strict=True)
-    )
+    links = list(zip(ring, (*ring[1:], ring[0]), strict=True))
+    travels = max(sum(communication_seconds(ops[i], link, machine) for i in sends if i < comes[-1]) for link in links)
+    last = min(communication_seconds(ops[sends[-1]], link, machine) for link in links)
+    inside = max(inside, seconds_of(ops[sends[0] : sends[-1]], mesh, machine) + last)
     return seconds_of([*ops[: sends[0]], *ops[comes[-1] + 1 :]], mesh, machine) + max(inside, travels)
 
 
@@ -270,7 +287,6 @@ def _kinds(job: Job) -> tuple[int, ...]:
     return tuple(numbers.setdefault(ALL_BUT_NAME(layer), len(numbers)) for layer in job.layers)
 
 
-def _one_of_each(job: Job) -> Job:
+def _one_of_each(job: Job, kinds: tuple[int, ...]) -> Job:
     """The same of a model that has one layer of each kind."""
-    kinds = _kinds(job)
     return replace(job, layers=tuple(job.layers[kinds.index(kind)] for kind in range(max(kinds) + 1)))

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from engine.analysis.shares import added, bubble_fraction, exposed_communication_fraction, shares
-from engine.predict import Prediction, predict
+from engine.predict import Prediction
 from engine.search.explore import Layout, Search
 from engine.search.space import AXES
-from engine.timeline import Timeline
 from engine.validate import kept
 
 ON_AXES = ("tp", "cp", "ep", "fsdp", "dp", "pp")  # of two that nothing hides at the same time, the first counts
@@ -83,7 +82,7 @@ def _mean_error() -> float:
 
 
 def _row(search: Search, layout: Layout) -> dict[str, Any]:
-    prediction = predict(layout.spec, on=search.on)
+    prediction = search.prediction(layout)
     job, spent = prediction.job, shares(prediction.simulation.by_role)
     context = job.spec.context
     return {
@@ -113,16 +112,13 @@ def parts_of(prediction: Prediction) -> dict[str, float]:
     timeline = prediction.simulation.by_role
     kinds, axes = timeline["kind"], timeline["group"]
     computes = axes == ""
-    picks = [computes & (kinds != "recompute"), computes, *(_on(timeline, axis) for axis in ON_AXES)]
+    known = np.unique(axes)  # a span on several axes counts for the first of them
+    first, of_span = np.array([axis.partition("_")[0] for axis in known]), np.searchsorted(known, axes)
+    picks = [computes & (kinds != "recompute"), computes, *((first == axis)[of_span] for axis in ON_AXES)]
     weights = timeline.weights
     seconds = added(timeline, picks) @ weights / weights.sum()
     found = dict(zip(PARTS, seconds.tolist(), strict=False))
     return found | {"bubble": prediction.step_time - float(seconds.sum())}
-
-
-def _on(timeline: Timeline, axis: str) -> np.ndarray:
-    """Spans on an axis, or on several of which it is the first."""
-    return np.array([group.partition("_")[0] == axis for group in timeline["group"]], dtype=bool)
 
 
 def command(layout: Layout, verb: str) -> str:

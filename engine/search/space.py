@@ -139,6 +139,17 @@ def pieces(spec: Spec, held: Collection[str], staged: bool, batch: int) -> list[
     return [{name: number} for number in divisors(max(1, batch)) if staged or number <= MOST_MICROSTEPS]
 
 
+def by_fewest(numbers: Sequence[Settings]) -> Iterator[tuple[Settings, list[Settings]]]:
+    """Numbers of pieces, as of `pieces`, that cut none of the others' pieces further, and with each those that cut
+    its own."""
+    left = list(numbers)
+    while left:
+        first, count = left[0], math.prod(left[0].values())
+        own = [one for one in left[1:] if math.prod(one.values()) % count == 0]
+        yield first, own
+        left = [one for one in left[1:] if one not in own]
+
+
 def orders(spec: Spec, held: Collection[str], ranks: int, layers: int) -> list[Settings]:
     """Schedules of a pipeline of so many ranks, and stages of a rank."""
     if spec.schedule_file is not None:
