@@ -36,7 +36,7 @@ from engine.job import Job
 from engine.modes.fsdp.plan import overlaps
 from engine.modes.pipeline.plan import ONE_STAGE
 from engine.search.outline import Lengths, outline
-from engine.search.pieces import Pieces, Way, Work
+from engine.search.pieces import Halves, Pieces, Way, Work
 
 CHANGE = {"forward": 1, "backward": -1, "backward_input": -1}  # of microbatches in flight
 ALL_AT_ONCE = ("gpipe", "looped_bfs")  # every forward before any backward
@@ -67,14 +67,13 @@ class Placed(NamedTuple):
 
 
 class AllPlaced(NamedTuple):
-    """Of several orders, one each along the first axis: as in `Placed`; which of `own` and `least` is `last`; whether
-    backwards are in halves. `first`: the stages of the first ranks, one order after the other."""
+    """Of several orders, one each along the first axis: as in `Placed`, `last` being `own` or `least`; and whether
+    backwards are in halves."""
 
     own: np.ndarray
     last: np.ndarray
     before: np.ndarray
     halves: np.ndarray
-    first: np.ndarray
 
 
 class Bounds:
@@ -128,7 +127,8 @@ class Bounds:
         ends = travels.gather[0] + travels.reduce[0].max() + there.update @ count
         lanes = count @ travels.reduce
         lanes[0] += way.pieces * gathers
-        back = _while_it_goes_back(work, np.array([kinds[-1]]), np.array([kinds[-2:][0]]))[0]
+        again = np.minimum(work.again, self._pieces.halves(job, way).all_again)
+        back = _while_it_goes_back(work, again, np.array([kinds[-1]]), np.array([kinds[-2:][0]]))[0]
         stays = int(there.bytes @ count + there.matrices.max())
         return Bound(max(float(passes + ends), float(lanes.max())), stays + int(work.kept @ count + back), stays)
 
@@ -141,31 +141,33 @@ class Bounds:
             count = np.bincount(kinds) / job.spec.pp
             seconds, stays = float((way.pieces * both + there.update) @ count), int(there.bytes @ count)
             return Bound(seconds, stays + (int(work.kept @ count) if job.spec.master_weights else 0), stays)
-        return self._of_orders(job, [way])[0]
+        return self.held(job, way)._replace(seconds=float(self._of_orders(job, [way])[0]))
 
-    def of_orders(self, job: Job, ways: Sequence[Way]) -> Sequence[Bound]:
-        """Of layouts that differ in nothing but the order of their pipeline."""
+    def held(self, job: Job, way: Way) -> Bound:
+        """Bytes alone, of a pipeline whose order is known."""
+        work, there, kinds = self._pieces.work(job, way), self._pieces.stays(job), self._pieces.kinds_of(job)
+        placed = _placed(kinds, way.split, way.schedule, job.spec.pp, way.stages_per_rank)
+        numbers = (job.spec.pp, way.pieces // job.microsteps, way.stages_per_rank)
+        kept = (in_flight(way.schedule, *numbers) @ _kept(job, way, work, placed.stages[placed.of_rank[0]])).max()
+        stays = placed.own @ there.bytes
+        return Bound(0.0, int(max(stays.max(), stays[0] + kept)), int(stays.max()))
+
+    def of_orders(self, job: Job, ways: Sequence[Way]) -> Sequence[float]:
+        """Seconds of layouts that differ in nothing but the order of their pipeline."""
         if not ways or job.spec.mode != "hybrid" or job.spec.schedule_file is not None:
-            return [Bound()] * len(ways)
-        return [self._priced(job, bound) for bound in self._of_orders(job, ways)]
+            return [0.0] * len(ways)
+        return [self._priced(job, Bound(one)).seconds for one in self._of_orders(job, ways).tolist()]
 
-    def _of_orders(self, job: Job, ways: Sequence[Way]) -> list[Bound]:
+    def _of_orders(self, job: Job, ways: Sequence[Way]) -> np.ndarray:
         work, there, travels = self._pieces.work(job, ways[0]), self._pieces.stays(job), self._pieces.travels(job)
-        both, pieces = work.forward.seconds + work.backward.seconds, ways[0].pieces
         orders = tuple((way.split, way.schedule, way.stages_per_rank) for way in ways)
-        every = _all_placed(self._pieces.kinds_of(job), job.spec.pp, orders)
-        passes = every.before @ work.forward.seconds + pieces * (every.own @ both)
+        placed = _all_placed(self._pieces.kinds_of(job), job.spec.pp, orders)
+        both = work.forward.seconds + work.backward.seconds
+        passes = placed.before @ work.forward.seconds + ways[0].pieces * (placed.own @ both)
         # In one stage gradients are reduced after all else; of several, at least those of the one that ends last.
-        ends = (every.last @ travels.reduce).max(axis=2) + every.own @ there.update
-        back = np.where(every.halves, 0.0, every.before @ work.backward.seconds + ends[:, :1])
-        seconds = (passes + np.maximum(ends, back)).max(axis=1)
-        stays, kept = every.own @ there.bytes, _kept(job, ways[0], work, every.first)
-        found, at = [], 0
-        for i, (_, schedule, count) in enumerate(orders):
-            flight = in_flight(schedule, job.spec.pp, pieces // job.microsteps, count)
-            most = (flight @ kept[at : (at := at + count)]).max()
-            found.append(Bound(float(seconds[i]), int(max(stays[i].max(), stays[i, 0] + most)), int(stays[i].max())))
-        return found
+        ends = (placed.last @ travels.reduce).max(axis=2) + placed.own @ there.update
+        back = np.where(placed.halves, 0.0, placed.before @ work.backward.seconds + ends[:, :1])
+        return (passes + np.maximum(ends, back)).max(axis=1)
 
     def outlined(self, job: Job, way: Way) -> Bound:
         """Of a layout whose order is known: closer, and dearer. Of a stage that was gathered the first layer is there
@@ -173,20 +175,23 @@ class Bounds:
         known = job.spec.mode == "hybrid" and way.schedule is not None and job.spec.schedule_file is None
         if not known or way.pieces > MOST_OUTLINED or job.microsteps > 1:
             return self.of(job, way)
+        capacity = self._pieces.machine(job).memory_size or math.inf
+        if (bound := self.held(job, way)).bytes > capacity:
+            return bound
         work, travels, there = self._pieces.work(job, way), self._pieces.travels(job), self._pieces.stays(job)
         placed = _placed(self._pieces.kinds_of(job), way.split, way.schedule, job.spec.pp, way.stages_per_rank)
         stays = (placed.own @ there.bytes + np.where(placed.own > 0, there.matrices, 0).max(axis=1)).astype(np.int64)
         bound = Bound(0.0, int((stays + self._most_of(job, way, work, placed)).max()), int(stays.max()))
-        if bound.bytes > (self._pieces.machine(job).memory_size or math.inf):
+        if bound.bytes > capacity:
             return bound
-        of_rank, gathers = placed.of_rank, placed.stages @ travels.gather
+        halves, of_rank, gathers = self._pieces.halves(job, way), placed.of_rank, placed.stages @ travels.gather
         drawn = outline(way.schedule, job.spec.pp, way.pieces, way.stages_per_rank)
         ready = np.zeros(len(gathers))  # in the order in which a rank goes through its stages
         for stages in of_rank:
             turns = stages[np.argsort(drawn.first[stages])]
             ready[turns] = np.cumsum(gathers[turns]) - gathers[turns] + travels.gather[placed.starts[turns]]
         lengths = Lengths(
-            *(_lengths(work, placed, column, job.spec.master_weights) for column in range(2)),
+            *(_lengths(work, halves, placed, column, job.spec.master_weights) for column in range(2)),
             *(column.tolist() for column in (ready, gathers, placed.stages @ travels.reduce_all)),
         )
         through, ended = drawn.times(lengths, self._pieces.hop(job, way), self._share(job))
@@ -204,8 +209,10 @@ class Bounds:
         key = (*self._pieces.key_of(job, way), job.spec.pp, *way)
         if key not in self._most:
             kept, stages, ends = _kept(job, way, work, placed.stages), placed.stages, placed.ends.T
-            again, back = stages @ work.all_again, _while_it_goes_back(work, *ends)
-            left = np.minimum(kept + again, stages @ work.operands)
+            halves = self._pieces.halves(job, way)
+            again = stages @ halves.all_again
+            back = _while_it_goes_back(work, np.minimum(work.again, halves.all_again), *ends)
+            left = np.minimum(kept + again, stages @ halves.operands)
             if not job.spec.master_weights:
                 again, back = 0 * again, 0 * back
             change = np.concatenate([kept, -kept, left - kept, -left])
@@ -215,10 +222,10 @@ class Bounds:
         return self._most[key]
 
 
-def _lengths(work: Work, placed: Placed, column: int, master_weights: bool | None) -> list[float]:
+def _lengths(work: Work, halves: Halves, placed: Placed, column: int, master_weights: bool | None) -> list[float]:
     """Seconds of each pass of `engine.search.outline`. PyTorch leaves all of a first stage's backward to the half of
     the weights."""
-    passes = (work.forward, work.backward, work.inputs, work.weights)
+    passes = (work.forward, work.backward, halves.inputs, halves.weights)
     forward, backward, inputs, weights = (placed.stages @ one[column] for one in passes)
     if not master_weights:
         inputs[0], weights[0] = 0.0, inputs[0] + weights[0]
@@ -233,10 +240,10 @@ def _kept(job: Job, way: Way, work: Work, stages: np.ndarray) -> np.ndarray:
     return np.maximum(0.0, stages @ work.kept - output)
 
 
-def _while_it_goes_back(work: Work, last: np.ndarray, before: np.ndarray) -> np.ndarray:
+def _while_it_goes_back(work: Work, again: np.ndarray, last: np.ndarray, before: np.ndarray) -> np.ndarray:
     """Bytes beside what is kept, while the last layer of a stage goes back, or the one before, when that is gone; of
     stages whose last layers are of these kinds."""
-    beside = np.minimum(work.again, work.all_again) + work.scratch
+    beside = again + work.scratch
     return np.maximum(beside[last], beside[before] - work.kept[last])
 
 
@@ -259,9 +266,8 @@ def _all_placed(kinds: tuple[int, ...], ranks: int, orders: tuple[tuple, ...]) -
     names = [schedule for _, schedule, _ in orders]
     last = [one.own if name in ONE_STAGE else one.least for one, name in zip(each, names, strict=True)]
     halves = np.array([[name in SPLIT_BACKWARD] for name in names])
-    first = np.concatenate([one.stages[one.of_rank[0]] for one in each])
     own, before = (np.stack(column) for column in ([one.own for one in each], [one.before for one in each]))
-    return AllPlaced(own, np.stack(last), before, halves, first)
+    return AllPlaced(own, np.stack(last), before, halves)
 
 
 @functools.lru_cache(maxsize=4096)

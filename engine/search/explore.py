@@ -12,6 +12,7 @@ rule whatever else is chosen counts once.
 
 from __future__ import annotations
 
+import gc
 import heapq
 import itertools
 import math
@@ -40,6 +41,7 @@ from engine.spec import Spec
 
 MODEL, ACTIVATIONS = "model", "activations"  # what is too large: what stays, or what is kept beside it
 CLOSE = 0.01  # of a step: who may be faster by less is not looked for, since predictions are several times further off
+OBJECTS = 50_000  # that are made between two looks for garbage
 TOP = 10  # meshes whose fastest layouts are sought
 Mesh = tuple[Any, ...]  # its mode and degrees; how many replicas there are, and not which of them share their layers
 
@@ -103,6 +105,7 @@ class Search:
         self._turns = itertools.count()
         self._last = math.inf  # seconds of the last of the meshes that are wanted
         self._known: dict[tuple, Job | SpecError] = {}
+        self._ways: dict[tuple, Way] = {}
         self._predictions: dict[Spec, Prediction] = {}
 
     @property
@@ -120,7 +123,16 @@ class Search:
         return self._predictions.get(layout.spec) or predict(layout.spec, on=self.on)
 
     def steps(self) -> Iterator[None]:
-        """Looks at all of them, and lets its caller have a turn now and then, who may leave."""
+        """Looks at all of them, and lets its caller have a turn now and then, who may leave. Nearly all that it makes
+        is kept, so that a look for garbage after every few hundred objects would take a fifth of the time."""
+        before = gc.get_threshold()
+        gc.set_threshold(OBJECTS)
+        try:
+            yield from self._steps()
+        finally:
+            gc.set_threshold(*before)
+
+    def _steps(self) -> Iterator[None]:
         queue: list[Bunch] = []
         for settings in space.meshes(self.spec, self.held):
             queue += self._on_mesh(settings)
@@ -134,8 +146,7 @@ class Search:
                 for part in self._parts(bunch):
                     heapq.heappush(queue, part)
             elif not bunch.outlined:
-                alone = bunch._replace(outlined=True)
-                for one in self._that_fit(alone, self._bounds.outlined(bunch.job, bunch.way)):
+                for one in self._alone(bunch):
                     heapq.heappush(queue, one)
             else:
                 self._try(bunch)
@@ -237,20 +248,35 @@ class Search:
         for order in space.orders(self.spec, self.held, job.degree("pp"), len(job.layers)):
             settings = bunch.settings | order
             try:
-                found = self._ordered(job, settings)
+                way = self._staged(job, settings)._replace(pieces=bunch.way.pieces, recompute=bunch.way.recompute)
             except SpecError as error:
                 self._refuse(error)
                 continue
-            way = Way.of(found)._replace(recompute=bunch.way.recompute)
             ordered.append(alone._replace(settings=settings, way=way, orders=0))
-        bounds = self._bounds.of_orders(job, [one.way for one in ordered])
-        for one, bound in zip(ordered, bounds, strict=True):
-            yield from self._that_fit(one, bound)
+        for one, seconds in zip(ordered, self._bounds.of_orders(job, [one.way for one in ordered]), strict=True):
+            yield one._replace(seconds=max(one.seconds, seconds), turn=next(self._turns))
+
+    def _alone(self, bunch: Bunch) -> Iterator[Bunch]:
+        """A layout whose turn has come: held to the rules of its order, and bounded closer."""
+        try:
+            if bunch.way.schedule is not None:
+                self._ordered(bunch.job, bunch.settings)
+        except SpecError as error:
+            self._refuse(error)
+            return
+        yield from self._that_fit(bunch._replace(outlined=True), self._bounds.outlined(bunch.job, bunch.way))
+
+    def _staged(self, job: Job, settings: Settings) -> Way:
+        """How an order cuts the model: alike whatever the microbatches are, some of which may break a rule."""
+        key = ("staged", job.spec.mode, job.degree("pp"), job.layers[-1].output, *map(settings.get, space.ORDER))
+        if key not in self._ways:
+            self._ways[key] = Way.of(self._ordered(job, settings))
+        return self._ways[key]
 
     def _ordered(self, job: Job, settings: Settings) -> Job:
         """A job with these settings; rules of an order ask for what is cut into stages and microbatches alone. What a
         larger batch can be cut into, a smaller one can."""
-        names = ("schedule", "stages_per_rank", "microbatches")
+        names = (*space.ORDER, "microbatches")
         cut = (job.spec.mode, job.degree("pp"), job.layers[-1].output, *map(settings.get, names))
         found = self._known.get(cut)
         if found is not None and found.local_batch >= job.local_batch:

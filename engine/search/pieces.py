@@ -29,7 +29,7 @@ from engine.modes.fsdp.units import shard
 from engine.modes.hybrid.cuts import Seat, held, output_of, units_of
 from engine.modes.hybrid.plan import mesh_of
 from engine.modes.hybrid.stages import scattered, standing
-from engine.modes.pipeline.passes import goes_back, recomputes
+from engine.modes.pipeline.passes import goes_back
 from engine.modes.tensor.cuts import ALL_BUT_NAME
 from engine.modes.tensor.shards import gradient_bytes
 from engine.plan import COLLECTIVES, Mesh, Op
@@ -65,19 +65,24 @@ class Pass(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Passes of each kind of layer (`inputs` and `weights` are the halves of `backward`). Bytes: `kept` from forward to
-    backward; made `again` before that (`all_again`: where the outputs of all layers stay); needed beside it
-    (`scratch`); left for the half of the weights (`operands`)."""
+    """Passes of each kind of layer. Bytes: `kept` from forward to backward; made `again` before that; needed beside it
+    (`scratch`)."""
 
     forward: Pass
     backward: Pass
-    inputs: Pass
-    weights: Pass
     kept: np.ndarray
     again: np.ndarray
-    all_again: np.ndarray
     scratch: np.ndarray
+
+
+class Halves(NamedTuple):
+    """Of each kind of layer, the halves of its backward; bytes that are left for that of the weights (`operands`), and
+    that are made again where the outputs of all layers stay until then (`all_again`)."""
+
+    inputs: Pass
+    weights: Pass
     operands: np.ndarray
+    all_again: np.ndarray
 
 
 class Stays(NamedTuple):
@@ -139,28 +144,52 @@ class Pieces:
     def work(self, job: Job, way: Way, *, attends: bool = True) -> Work:
         key = (*self.key_of(job, way), attends)
         if key not in self._known:
-            samples = job.local_batch // way.pieces
-            job, own, layers = self._on_rank(replace(job, spec=job.spec.with_(recompute=way.recompute)))
-            mesh, machine = mesh_of(job), self.machine(job)
-            seconds, bytes_of = [], []
-            for layer in layers:
-                ahead, back = _passes_of(own, layer, samples)
-                stays = _passes_of(own, layer, samples, stays=True)[1] if recomputes(job) else back
-                if not attends:
-                    ahead, back = (list(map(_without_attention, ops)) for ops in (ahead, back))
-                inputs = [chain.halves(op)[0] if goes_back(op) else op for op in back]
-                weights = _weights(back)
-                kept, again, all_again = (sum(op.saved for op in ops) for ops in (ahead, back, stays))
-                rest = sum(operands(op.kernels) for op in weights) if job.spec.master_weights else 0
-                scratch = max((op.scratch for op in back), default=0)
-                for ops in (ahead, back, inputs, weights):
-                    seconds.append((round_a_ring(ops, mesh, machine), computing(ops, mesh, machine)))
-                bytes_of.append((kept, again, all_again, scratch, rest))
-            passes = np.array(seconds).reshape(len(bytes_of), 4, 2)
-            self._known[key] = Work(
-                *(Pass(*one.T) for one in passes.swapaxes(0, 1)), *np.array(bytes_of, dtype=np.float64).T
-            )
+            own, mesh, each = self._passes(job, way)
+            if not attends:
+                each = [[list(map(_without_attention, ops)) for ops in passes] for passes in each]
+            bytes_of = [
+                (
+                    sum(op.saved for op in ahead),
+                    sum(op.saved for op in back),
+                    max((op.scratch for op in back), default=0),
+                )
+                for ahead, back in each
+            ]
+            seconds = (self._priced(own, mesh, column) for column in zip(*each, strict=True))
+            self._known[key] = Work(*seconds, *np.array(bytes_of, dtype=np.float64).T)
         return self._known[key]
+
+    def halves(self, job: Job, way: Way) -> Halves:
+        key = (Halves, *self.key_of(job, way))
+        if key not in self._known:
+            own, mesh, each = self._passes(job, way)
+            stays = self._passes(job, way, stays=True)[2] if way.recompute not in (None, "none") else each
+            inputs = [[chain.halves(op)[0] if goes_back(op) else op for op in back] for _, back in each]
+            weights = [_weights(back) for _, back in each]
+            rest = [sum(operands(op.kernels) for op in ops) if job.spec.master_weights else 0 for ops in weights]
+            again = [sum(op.saved for op in back) for _, back in stays]
+            seconds = (self._priced(own, mesh, column) for column in (inputs, weights))
+            self._known[key] = Halves(*seconds, *np.array([rest, again], dtype=np.float64))
+        return self._known[key]
+
+    def _passes(self, job: Job, way: Way, **known: bool) -> tuple[Job, Mesh, list[tuple[list[Op], list[Op]]]]:
+        """Forward and backward of each kind of layer by itself, with the rank's job and its mesh."""
+        samples = job.local_batch // way.pieces
+        _, own, layers = self._on_rank(replace(job, spec=job.spec.with_(recompute=way.recompute)))
+        found = []
+        for layer in layers:
+            units = units_of(own, [layer], samples, FIRST, stage=0, **known)
+            ahead, back = (
+                [op for unit in units for op in unit.forward],
+                [op for unit in reversed(units) for op in unit.backward],
+            )
+            found.append((ahead, back))
+        return own, mesh_of(job), found
+
+    def _priced(self, job: Job, mesh: Mesh, passes: Sequence[Sequence[Op]]) -> Pass:
+        machine = self.machine(job)
+        seconds = [(round_a_ring(ops, mesh, machine), computing(ops, mesh, machine)) for ops in passes]
+        return Pass(*np.array(seconds).T)
 
     def key_of(self, job: Job, way: Way) -> tuple:
         """Of what a rank does for a piece, whoever else does it."""
@@ -223,12 +252,6 @@ def _stays(job: Job, mesh: Mesh, place: int, layer: Layer, waits: bool) -> int:
     programs, roles = sharing(job, mesh, {place: layer}, lambda update: (), memory | {"gathered": 0}, least=whole)
     kept = programs[roles[0]].memory
     return sum(size for name, size in kept.items() if name != "weight gradients") - ROUNDED  # these all layers share
-
-
-def _passes_of(job: Job, layer: Layer, samples: int, **known: bool) -> tuple[list[Op], list[Op]]:
-    """Of a layer by itself: forward and backward."""
-    units = units_of(job, [layer], samples, FIRST, stage=0, **known)
-    return [op for unit in units for op in unit.forward], [op for unit in reversed(units) for op in unit.backward]
 
 
 def _weights(backward: Sequence[Op]) -> list[Op]:
