@@ -270,8 +270,8 @@ def _without_attention(op: Op) -> Op:
 def round_a_ring(ops: Sequence[Op], mesh: Mesh, machine: Machine) -> float:
     """Seconds of a layer's ops. From the first message to the last that comes, keys go round: no sooner than all that
     one rank sends has gone over its link, one after the other, which the rank that needs them waits for; so does the
-    one behind the slowest link, which goes from node to node where the ring does. And whoever is the first to have sent
-    the last of it had computed what comes before, and it has to come over."""
+    one behind the slowest link, which goes from node to node where the ring does. And the last of it is sent when
+    what comes before is computed: a mean rank waits for a mean link."""
     sends = [i for i, op in enumerate(ops) if op.kind == "send"]
     comes = [i for i, op in enumerate(ops) if op.kind == "recv"]
     if not sends or not comes:
@@ -281,7 +281,7 @@ def round_a_ring(ops: Sequence[Op], mesh: Mesh, machine: Machine) -> float:
     ring = mesh.group(0, ops[sends[0]].axis)
     links = list(zip(ring, (*ring[1:], ring[0]), strict=True))
     travels = max(sum(communication_seconds(ops[i], link, machine) for i in sends if i < comes[-1]) for link in links)
-    last = min(communication_seconds(ops[sends[-1]], link, machine) for link in links)
+    last = sum(communication_seconds(ops[sends[-1]], link, machine) for link in links) / len(links)
     inside = max(inside, seconds_of(ops[sends[0] : sends[-1]], mesh, machine) + last)
     return seconds_of([*ops[: sends[0]], *ops[comes[-1] + 1 :]], mesh, machine) + max(inside, travels)
 
