@@ -29,7 +29,7 @@ from engine.asking.settings import (
     replicas,
 )
 from engine.model.presets import family
-from engine.model.shapes import Layer
+from engine.model.shapes import Layer, num_params
 from engine.modes.context.deal import num_chunks
 from engine.plan import AXES
 from engine.spec import MAX_DEVICES, Spec
@@ -216,7 +216,7 @@ def check_size(spec: Spec, layers: tuple[Layer, ...]) -> None:
     samples = spec.global_batch // parts
     flops = 3 * (sum if spec.mode in STAGE_MODES or spec.microbatches else max)(layer.flops for layer in layers)
     kept = sum(layer.saved + layer.beside for layer in layers)
-    standing = STANDING * sum(layer.num_params for layer in layers)
+    standing = STANDING * num_params(layers)
     one, most = max(flops, kept), max(flops * (samples // each), kept * samples)
     if max(standing, most) < COUNTABLE:
         return

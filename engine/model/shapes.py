@@ -8,6 +8,7 @@ arXiv:2001.08361, section 2.1).
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import math
@@ -80,6 +81,13 @@ class Layer:
 @functools.lru_cache(maxsize=4096)  # layers of a model share their shapes, and are asked for their sizes often
 def _count(params: tuple[tuple[str, tuple[int, ...]], ...]) -> int:
     return sum(math.prod(shape) for _, shape in params)
+
+
+def num_params(layers: Sequence[Layer]) -> int:
+    """Of all together; blocks share what names their parameters, of which with experts there are hundreds."""
+    alike = {id(layer.params): layer for layer in layers}
+    times = collections.Counter(id(layer.params) for layer in layers)
+    return sum(number * alike[one].num_params for one, number in times.items())
 
 
 def model_layers(spec: Spec, vocabulary: int) -> tuple[Layer, ...]:

@@ -24,7 +24,7 @@ from engine.search.bounds import Bounds, in_flight
 from engine.search.outline import Lengths, outline
 from engine.search.pieces import Way
 from engine.search.report import PARTS, parts_of
-from engine.search.space import AXES, base_of, meshes, orders, products
+from engine.search.space import AXES, base_of, by_fewest, meshes, orders, pieces, products
 from engine.spec import Spec
 
 H100 = MACHINES["h100"]
@@ -150,6 +150,29 @@ def test_no_layout_takes_less_or_holds_less_than_its_bounds(model, devices, give
             assert bound.seconds <= outlined.seconds * (1 + 1e-9) and bound.bytes <= outlined.bytes, about
             shares.append(outlined.seconds / prediction.step_time)
     assert max(shares) > 0.98  # and worth their name
+
+
+@pytest.mark.parametrize("staged", (True, False))
+@pytest.mark.parametrize("model", ("gpt", "moe"))
+def test_a_batch_that_is_cut_further_is_bounded_by_no_less(model, staged):
+    """So a number of pieces can wait for its turn until that of one that divides it has come; of others nothing is
+    said. Each of the 12 divisors of 72 comes once."""
+    spec = Spec(
+        mode="hybrid", model=model, devices=4, machine="h100", global_batch=144, dp=2, **{"pp" if staged else "tp": 2}
+    )
+    job, bounds, found = prepare(spec), Bounds(), []
+    name = "microbatches" if staged else "accumulate"
+
+    def follow(numbers, count: int, seconds: float) -> None:
+        for one, finer in by_fewest(numbers):
+            assert one[name] % count == 0
+            bound = bounds.of(job, Way(one[name], None)).seconds
+            assert seconds <= bound * (1 + 1e-9)
+            found.append(one[name])
+            follow(finer, one[name], bound)
+
+    follow(pieces(spec, GIVEN, staged, 72), 1, 0.0)
+    assert sorted(found) == [number for number in range(1, 73) if 72 % number == 0]
 
 
 SHAPES = [(4, 8, 1), (4, 8, 2), (3, 6, 2), (4, 10, 2), (4, 40, 1), (4, 40, 2), (2, 24, 3), (6, 72, 2)]
