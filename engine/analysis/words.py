@@ -104,7 +104,7 @@ def object_of(gap: Mapping[str, Any]) -> str:
     if gap["kind"] is None:
         return "end"
     if gap["kind"] in COLLECTIVES:
-        return "call_part" if gap["part"] else "call"
+        return "call_part" if gap["part"] not in ("", f"{gap['payload']}s") else "call"  # gradients once
     return "part" if gap["part"] else "plain" if gap["microbatch"] is None else "microbatch"
 
 

@@ -344,6 +344,8 @@ def test_sentences_say_who_waits_how_long_for_what_from_whom_and_why():
     assert (
         sentence(gap, "3.1 ms") == "rank 2 waits 3.1 ms for the activation of microbatch 4 from rank 1: pipeline fill"
     )
+    whole = gap | {"code": "transfer", "kind": "reduce", "payload": "gradient", "part": "gradients"}
+    assert sentence(whole, "1 s").startswith("rank 2 waits 1 s while the reduce (gradient) is on its way")
     assert set(NAMES) == set(CAUSES)
     codes = set()
     for mode in MODES.values():

@@ -214,6 +214,19 @@ def test_a_microbatch_is_named_alike_in_every_pass():
     assert found == dict.fromkeys(("forward", "backward_input", "backward_weight"), True)
 
 
+def test_what_moves_is_named_once_though_it_is_all_that_its_part_is():
+    _, _, timeline = predicted("data_parallel", 2, "unit")
+    said = {words.describe(EN, span, numbered=False) for span in timeline.spans() if span.lane != "compute"}
+    assert {"reduce · gradients", "scatter · gradients · output gradients", "broadcast · weights · replicate"} <= said
+
+
+@pytest.mark.parametrize("language", [EN, ZH], ids=["en", "zh"])
+def test_counts_of_tokens_are_called_in_the_legend_what_the_narration_calls_them(language):
+    plan, layers, timeline = predicted("expert", 2, "unit", model="moe")
+    legend = moving_picture(picture_info(plan, layers, timeline), language)["legend"]
+    assert legend[-1][2] == language("figure.payload.control")
+
+
 @pytest.mark.parametrize("language", [EN, ZH], ids=["en", "zh"])
 def test_every_text_of_the_figures_and_the_player_is_in_both_catalogues(language):
     folder = Path(viz.figures.__file__).parent

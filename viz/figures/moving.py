@@ -69,9 +69,12 @@ def moving_picture(
 def _legend(info: PictureInfo, text: words.Text, looks: dict[str, int]) -> list[list]:
     """[look, travels, words] of what occurs: what is computed, then what travels."""
     computed = dict.fromkeys(look_of(bar) for bar in info.rows.bars if bar.computes and bar.span.kind != "load")
-    moved = {flight.payload if flight.payload in looks else "other" for flight in info.flights}
+    payloads = {flight.payload for flight in info.flights}
+    moved = {payload if payload in looks else "other" for payload in payloads}
+    other = "control" if payloads - looks.keys() == {"control"} else "other"  # as the narration calls it
     order = [look for look in theme.LOOKS if look in computed], [look for look in theme.LOOKS if look in moved]
-    return [[looks[look], travels, words.look_name(text, look)] for travels, part in enumerate(order) for look in part]
+    name = {look: words.look_name(text, other if look == "other" else look) for look in looks}
+    return [[looks[look], travels, name[look]] for travels, part in enumerate(order) for look in part]
 
 
 def _step(told: Told, looks: dict[str, int], clock) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def describe(text: Text, span: Span, *, numbered: bool) -> str:
     if bucket_of(span.part) != NONE:
         words.append(text("figure.bucket", bucket=bucket_of(span.part)))
     elif span.part:
-        words.append(span.part)
+        words += [] if span.part == f"{span.payload}s" else [span.part]  # gradients once
     elif numbered and span.microbatch != NONE:
         words.append(text("figure.microbatch", microbatch=span.microbatch))
     return " · ".join(words)
