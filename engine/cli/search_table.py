@@ -40,12 +40,11 @@ def found(report: dict[str, Any]) -> str:
     if not report["best"]:
         return "\n".join([*lines, _nothing(report)])
     lines += [_tied(report), ""]
-    capacity = report["capacity"]
     for number, row in enumerate(report["best"], 1):
         lines.append(f"{number:>3}{'~' if row['tied'] and number > 1 else ' '} {layout(row)}")
         speed = f", {row['tokens_per_second']:,.0f} tokens/s" if row["tokens_per_second"] else ""
         speed += f", MFU {percent(row['mfu'])}" if row["mfu"] is not None else ""
-        room = f" of {size(capacity)}" if capacity else ""
+        room = f" of {size(row['capacity'])}" if row["capacity"] else ""
         lines.append(f"     step {seconds(row['step_time'])}{speed}; memory {size(row['peak_memory'])}{room}")
         idle, exposed = row["bubble_fraction"], row["exposed_communication_fraction"]
         lines.append(f"     bubble {percent(idle)}, exposed communication {percent(exposed)}")

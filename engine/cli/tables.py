@@ -110,10 +110,11 @@ def _fits(found: dict[str, Any] | None) -> list[tuple[str, str]]:
     if not found or found["fits"] is None:
         return []
     if found["fits"]:
-        return [("fits", f"yes: rank {found['rank']} needs most, {size(found['peak'])} of {size(found['capacity'])}")]
+        told = f"yes: rank {found['rank']} needs most, {size(found['peak'])} of {size(found['capacity'])}"
+        return [("fits", f"{told}, beside {size(found['runtime'])} that CUDA and NCCL hold")]
     more = f"; {found['ranks_over'] - 1} more ranks need too much" if found["ranks_over"] > 1 else ""
     peak, over, capacity = (size(found[name]) for name in ("peak", "over", "capacity"))
-    why = f"no: rank {found['rank']} needs {peak}, {over} more than the {capacity} there are, most for"
+    why = f"no: rank {found['rank']} needs {peak}, {over} more than the {capacity} that PyTorch can have, most for"
     lines = [("fits", f"{why} {found['category']}{more}")]
     for one in found["would_fit"]:
         given = {name: value for name, value in one["settings"].items() if value is not None}

@@ -34,6 +34,7 @@ from engine.predict import Prediction, predict
 from engine.scale_model.pictured import machine_of
 from engine.search import space
 from engine.search.bounds import Bound, Bounds
+from engine.search.fits import room_of
 from engine.search.pieces import Way
 from engine.search.space import Settings
 from engine.simulation import simulate
@@ -163,9 +164,12 @@ class Search:
         self.refused[error.code] += number
         self.refusals.setdefault(error.code, error)
 
-    def _leave_out(self, stays: int, number: int = 1, *, alone: int | None = None) -> None:
+    def _room(self, job: Job) -> float:
+        return math.inf if self.machine.memory_size is None else room_of(job, self.machine)
+
+    def _leave_out(self, job: Job, stays: int, number: int = 1, *, alone: int | None = None) -> None:
         """Of what is too large: is what a rank holds the whole step long so by itself? `alone`: bytes of one layout."""
-        self.too_large[MODEL if stays > self.machine.memory_size else ACTIVATIONS] += number
+        self.too_large[MODEL if stays > self._room(job) else ACTIVATIONS] += number
         if alone is not None:
             self.smallest = alone if self.smallest is None else min(self.smallest, alone)
 
@@ -210,13 +214,13 @@ class Search:
         """The bunch with its bound, which is no less than that of what it is a part of; nothing of it where a rank
         would hold more than there is. (A bunch with pieces that are open is bounded by what stays, whatever else.)"""
         bunch = bunch._replace(seconds=max(bunch.seconds, bound.seconds), turn=next(self._turns))
-        if bound.bytes <= (self.machine.memory_size or math.inf):
+        if bound.bytes <= self._room(bunch.job):
             yield bunch
             return
         if bunch.more and not bunch.pieces:  # they keep less
             yield from self._again(bunch)
             bunch = bunch._replace(more=())
-        self._leave_out(bound.stays, bunch.size, alone=bound.bytes if bunch.size == 1 else None)
+        self._leave_out(bunch.job, bound.stays, bunch.size, alone=bound.bytes if bunch.size == 1 else None)
 
     def _again(self, bunch: Bunch) -> Iterator[Bunch]:
         """The same with more that is computed again."""
@@ -292,12 +296,12 @@ class Search:
             raise found
         return found
 
-    def _is_too_large(self, programs: Sequence[Program]) -> bool:
+    def _is_too_large(self, job: Job, programs: Sequence[Program]) -> bool:
         each = [memory_of(program)[0] for program in programs]
         peak, held = max(((sum(held.values()), held) for held in each), key=lambda one: one[0], default=(0, {}))
-        if self.machine.memory_size is None or peak <= self.machine.memory_size:
+        if peak <= self._room(job):
             return False
-        self._leave_out(peak - held["activations"], alone=peak)
+        self._leave_out(job, peak - held["activations"], alone=peak)
         return True
 
     def _try(self, bunch: Bunch) -> None:
@@ -305,7 +309,7 @@ class Search:
         try:
             job = self._check(spec, suggest=False)
             plan = modes.plan(job)
-            if self._is_too_large(plan.programs):
+            if self._is_too_large(job, plan.programs):
                 return
             simulation = simulate(plan, machine_of(job, self.on), slow.of_spec(spec))
         except SpecError as error:

@@ -16,8 +16,10 @@ from engine import modes
 from engine.asking.rules import SpecError
 from engine.asking.settings import DATA_MODES, MODE_AXIS, MODE_SETTINGS, degree
 from engine.cost.held import memory_of
-from engine.cost.memory import CATEGORIES
-from engine.job import prepare
+from engine.cost.machine import Machine
+from engine.cost.memory import CATEGORIES, room
+from engine.job import Job, prepare
+from engine.plan import AXES
 from engine.predict import Prediction, predict
 from engine.spec import Spec
 
@@ -31,13 +33,15 @@ Change = dict[str, Any]
 
 
 def fits(prediction: Prediction, *, suggest: bool = True) -> dict[str, Any]:
-    """`fits` is None where the machine's memory is not known. `category`: what takes most on the fullest rank."""
-    simulation, capacity = prediction.simulation, prediction.machine.memory_size
+    """`fits` is None where the machine's memory is not known. `capacity`: what PyTorch can have of a device, beside
+    `runtime`, what CUDA and NCCL hold. `category`: what takes most on the fullest rank."""
+    simulation, capacity = prediction.simulation, room_of(prediction.job, prediction.machine)
     peaks = simulation.peak_memory
     fullest = max(range(len(peaks)), key=peaks.__getitem__)
     held = simulation.memory[fullest]
     rank = int(simulation.graph.representative[fullest])
     found: dict[str, Any] = {"capacity": capacity, "rank": rank, "peak": peaks[fullest]}
+    found["runtime"] = None if capacity is None else prediction.machine.memory_size - capacity
     found["category"] = max(CATEGORIES, key=held.__getitem__)
     found["fits"] = None if capacity is None else peaks[fullest] <= capacity
     if found["fits"] is not False:
@@ -45,11 +49,19 @@ def fits(prediction: Prediction, *, suggest: bool = True) -> dict[str, Any]:
     sizes = zip(peaks, simulation.graph.num_ranks, strict=True)
     found["over"] = peaks[fullest] - capacity
     found["ranks_over"] = int(sum(number for peak, number in sizes if peak > capacity))
-    found["would_fit"] = would_fit(prediction.job.spec, capacity, prediction.dilation or 1.0) if suggest else []
+    found["would_fit"] = (
+        would_fit(prediction.job.spec, prediction.machine, prediction.dilation or 1.0) if suggest else []
+    )
     return found
 
 
-def would_fit(spec: Spec, capacity: int, dilation: float = 1.0) -> list[dict[str, Any]]:
+def room_of(job: Job, on: Machine) -> int | None:
+    """Bytes of a device that PyTorch can have, of a job's mesh."""
+    exchanges = (job.expert_axis != "") + (job.degree("cp") > 1 and job.spec.attention == "ulysses")
+    return room(on, {axis: job.degree(axis) for axis in AXES}, exchanges)
+
+
+def would_fit(spec: Spec, on: Machine, dilation: float = 1.0) -> list[dict[str, Any]]:
     """The nearest settings that fit, the fastest first: what is changed (null: left open), bytes of the fullest rank,
     seconds of a step, those of a scale model `dilation` times as long. Empty where none of those tried does."""
     spec, kept = spec.with_(paced=None, dilation=None), {}
@@ -60,14 +72,15 @@ def would_fit(spec: Spec, capacity: int, dilation: float = 1.0) -> list[dict[str
             try:
                 changed = spec.with_(**kept | change)
                 peak = _fullest(changed)
+                over = peak - room_of(prepare(changed), on)
             except SpecError:
                 continue  # a combination that does not work is none to suggest
-            if peak <= capacity:
+            if over <= 0:
                 found.append((kept | change, changed, peak))
                 if len(found) == FOUND:
                     break
-            if peak < least:
-                least, best = peak, change
+            if over < least:
+                least, best = over, change
         if found or best is None:
             break
         kept |= best

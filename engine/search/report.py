@@ -18,6 +18,7 @@ import numpy as np
 from engine.analysis.shares import added, bubble_fraction, exposed_communication_fraction, shares
 from engine.predict import Prediction
 from engine.search.explore import Layout, Search
+from engine.search.fits import room_of
 from engine.search.space import AXES
 from engine.validate import kept
 
@@ -99,6 +100,7 @@ def _row(search: Search, layout: Layout) -> dict[str, Any]:
         "tokens_per_second": context and job.spec.global_batch * context / prediction.step_time,
         "mfu": prediction.utilisation(prediction.step_time, search.machine.at(job.spec.precision))["full"],
         "peak_memory": max(prediction.simulation.peak_memory),
+        "capacity": room_of(job, search.machine),
         "bubble_fraction": bubble_fraction(spent),
         "exposed_communication_fraction": exposed_communication_fraction(spent),
         "parts": parts_of(prediction),

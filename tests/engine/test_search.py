@@ -16,6 +16,7 @@ from engine.__main__ import main
 from engine.asking.rules import SpecError
 from engine.cli import search_table
 from engine.cost.machine import EVERYBODY, MACHINES
+from engine.cost.memory import room
 from engine.job import prepare
 from engine.model.presets import family
 from engine.predict import predict
@@ -304,8 +305,9 @@ def test_into_too_little_memory_nothing_fits_and_it_is_said_what_takes_it():
     # With room for what stays and for nothing else, it is activations.
     fsdp = predict(SMALL.with_(fsdp=8, recompute="full"))
     stays = sum(size for name, size in fsdp.simulation.memory[0].items() if name != "activations")
-    room = replace(H100, name="room", memory_size=stays)
-    found = report(looked(SMALL.with_(fsdp=8), GIVEN | {*AXES}, on=room))
+    beside = H100.memory_size - room(H100, {"fsdp": 8})  # of CUDA and NCCL
+    just = replace(H100, name="just", memory_size=stays + beside)
+    found = report(looked(SMALL.with_(fsdp=8), GIVEN | {*AXES}, on=just))
     assert not found["best"] and found["too_large"]["activations"] > 0
     assert "activations are too large" in search_table.found(found)
     # And no less than the one that needs least, which computes everything again for a sample at a time.

@@ -52,10 +52,10 @@ def show_memory(shown: Shown, measured: Sequence[Mapping[str, int]] | None, text
         _show(text("charts.memory"), figure, "memory-chart")
         st.caption(text("charts.memory.both" if measured else "charts.memory.planned"))
         prediction = shown.prediction
-        capacity = prediction.machine.memory_size
+        capacity, runtime = (shown.summary["fits"][name] for name in ("capacity", "runtime"))
         over_time = plot_over_time(over_time_info(prediction.simulation, capacity), text)
         _show(text("charts.memory_time"), over_time, "memory-time-chart")
-        words = {} if capacity is None else {"capacity": show_bytes(capacity)}
+        words = {} if capacity is None else {"capacity": show_bytes(capacity), "runtime": show_bytes(runtime)}
         st.caption(text("charts.memory_time.known" if words else "charts.memory_time.open", **words))
 
 

@@ -203,7 +203,7 @@ def _show_points(looking: Looking, lab: st.Page, language: str, text: Catalogue)
     if picked is None:
         st.caption(text("search.pick"))
     else:
-        _show_row(*picked, "search-picked", lab, looking.found["capacity"], language, text)
+        _show_row(*picked, "search-picked", lab, language, text)
 
 
 def _figure(looking: Looking, text: Catalogue, picked: str | None = None) -> go.Figure:
@@ -234,20 +234,18 @@ def _show_found(looking: Looking, lab: st.Page, language: str, text: Catalogue) 
     _show_points(looking, lab, language, text)
     st.markdown(f"#### {text('search.best')}")
     for number, row in enumerate(rows, 1):
-        _show_row(number, row, f"search-row-{number}", lab, found["capacity"], language, text)
+        _show_row(number, row, f"search-row-{number}", lab, language, text)
     _show_refusals(looking, text)
 
 
-def _show_row(
-    number: int, row: dict[str, Any], key: str, lab: st.Page, capacity: int | None, language: str, text: Catalogue
-) -> None:
+def _show_row(number: int, row: dict[str, Any], key: str, lab: st.Page, language: str, text: Catalogue) -> None:
     link = row["params"] | ({} if language == locales.DEFAULT else {"lang": language})
     with st.container(border=True, key=key):
         head, way = st.columns([5, 1.2], vertical_alignment="center")
         tie = f" :blue-badge[{text('search.tie')}]" if row["tied"] and number > 1 else ""
         head.markdown(f"**{number}.** {escape(words(row['settings'], text))}{tie}")
         way.page_link(lab, label=text("search.open"), icon=":material/open_in_new:", query_params=link)
-        memory = show_bytes(row["peak_memory"])
+        memory, capacity = show_bytes(row["peak_memory"]), row["capacity"]
         values = {
             "time": f"**{duration(row['step_time'])}**",
             "memory": memory if capacity is None else text("search.memory", size=memory, capacity=show_bytes(capacity)),
