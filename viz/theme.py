@@ -81,6 +81,9 @@ THEME = {
     SURFACE: "--st-secondary-background-color",
 }
 FONT_SIZE = 15
+# As the player's: Plotly's own would be white on the colour of the point, whichever that is.
+HOVER = {"bgcolor": INK, "bordercolor": INK, "font": {"size": FONT_SIZE, "color": GROUND}}
+HOVER_LINES = {"align": "left", "font": HOVER["font"] | {"size": FONT_SIZE - 2}}  # of several lines
 
 
 def look_of(kind: str, payload: str = "") -> str:
@@ -107,7 +110,7 @@ def layout(**changes: Any) -> dict[str, Any]:
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"size": FONT_SIZE, "color": INK},
         "margin": {"l": 76, "r": 16, "t": 12, "b": 48},
-        "hoverlabel": {"font": {"size": FONT_SIZE}},
+        "hoverlabel": HOVER,
         "xaxis": plain,
         "yaxis": plain,
     }

@@ -106,7 +106,10 @@ def test_the_list_of_runs_opens_a_run_by_its_id_and_a_reload_keeps_it(double_cli
     second.page.wait_for_selector(f".st-key-yes-{name} button:focus")
     second.page.keyboard.press("Escape")
     second.page.wait_for_selector(f".st-key-delete-{name} button:focus")
-    second.page.click(f".st-key-run-{name} a")
+    way = second.page.locator(f".st-key-run-{name} a")
+    way.focus()
+    assert way.evaluate("(way) => getComputedStyle(way).boxShadow") != "none"
+    way.press("Enter")
     assert_verdict(second)
     second.page.wait_for_url("**model=mlp*")  # the run has brought its settings
     second.page.reload()
@@ -141,6 +144,7 @@ def test_a_run_is_watched_past_streamlit_and_stops_within_two_seconds(
     lab.page.keyboard.press("Enter")
     folder = server[2] / run_id(lab)
     lab.page.wait_for_selector(".st-key-live >> text=/[1-9]\\d* of [\\d,]+ steps/")
+    lab.page.get_by_role("progressbar", name="Running").wait_for()
     said, before = lab.settle().page.inner_text(".ls-count"), len(sent)
     lab.page.wait_for_function("(said) => document.querySelector('.ls-count').textContent !== said", arg=said)
     assert len(sent) == before > 0  # the ranks need the cores that a script run would take

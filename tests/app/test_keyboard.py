@@ -37,7 +37,8 @@ PALE = """() => {  // texts of less contrast than WCAG's bound for their size, b
 }"""
 WIDER = """() => {
   const main = document.querySelector("[data-testid=stMain]");
-  return Math.max(main.scrollWidth - main.clientWidth, document.documentElement.scrollWidth - innerWidth);
+  const wider = [main.scrollWidth - main.clientWidth, document.documentElement.scrollWidth - innerWidth];
+  return wider.filter((pixels) => pixels > 1);
 }"""
 DRAWN_IN = """(scheme) => {
   const [red] = getComputedStyle(document.querySelector(".stApp")).backgroundColor.match(/\\d+/);
@@ -56,18 +57,25 @@ def nameless(tab: Tab) -> list[str]:
     return [n["role"]["value"] for n in named if not n["name"]["value"].strip()]
 
 
+def left(tab: Tab, script: str) -> list:
+    """What a script still finds when the page, which follows its theme and its window in its own time, has settled."""
+    for _ in range(50):
+        tab.page.wait_for_timeout(200)
+        if not (found := tab.page.evaluate(script)):
+            break
+    return found
+
+
 def check(tab: Tab) -> None:
     """All is named; readable in light and dark; and no wider than a screen of 1280 pixels at 200 and at 400 %."""
     assert nameless(tab) == []
     for scheme in ("light", "dark"):
         tab.page.emulate_media(color_scheme=scheme)
         tab.page.wait_for_function(DRAWN_IN, arg=scheme)
-        tab.page.wait_for_timeout(300)  # Streamlit's colours go over into each other
-        assert tab.page.evaluate(PALE) == [], scheme
+        assert left(tab, PALE) == [], scheme
     for wide in (640, 320):
         tab.page.set_viewport_size({"width": wide, "height": 640})
-        tab.page.wait_for_timeout(200)
-        assert tab.page.evaluate(WIDER) <= 1, wide
+        assert left(tab, WIDER) == [], wide
 
 
 def test_the_pages_for_whoever_hears_them_has_no_mouse_or_a_small_screen(tab: Callable[[], Tab]):
@@ -90,7 +98,7 @@ def test_the_pages_for_whoever_hears_them_has_no_mouse_or_a_small_screen(tab: Ca
     page.keyboard.press("Tab")  # past the settings, which are put away here
     assert page.evaluate("document.activeElement.ariaLabel") == "Expand sidebar"
     page.set_viewport_size({"width": 1400, "height": 900})
-    page.focus("[data-testid=stTopNavLink] >> nth=-1")
+    page.locator("[data-testid=stTopNavLink]:visible").last.focus()
     page.keyboard.press("Enter")
     page.wait_for_selector(".st-key-validated-targets")
     page.wait_for_selector(".lockstep-chart .main-svg")

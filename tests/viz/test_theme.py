@@ -2,6 +2,8 @@
 
 import colorsys
 import itertools
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -92,3 +94,18 @@ def test_a_layout_changes_what_is_asked_and_keeps_the_rest():
     assert layout["xaxis"]["visible"] is False
     assert layout["xaxis"]["showgrid"] is False
     assert theme.layout()["xaxis"].get("visible") is None
+
+
+@pytest.mark.parametrize("name", ["light", "dark"])
+def test_words_are_readable_on_the_ground_and_on_a_button_of_each_theme(name):
+    config = Path(__file__).parents[2] / ".streamlit" / "config.toml"
+    colours = tomllib.loads(config.read_text(encoding="utf-8"))["theme"][name]
+    assert contrast("#FFFFFF", colours["primaryColor"]) >= 4.5
+    for ground in ("backgroundColor", "secondaryBackgroundColor"):
+        assert contrast(colours["textColor"], colours[ground]) >= 7
+        assert contrast(colours["linkColor"], colours[ground]) >= 4.5
+    for hover in (theme.layout()["hoverlabel"], theme.layout(hoverlabel=theme.HOVER_LINES)["hoverlabel"]):
+        assert (theme.THEME[hover["font"]["color"]], theme.THEME[hover["bgcolor"]]) == (
+            "--st-background-color",
+            "--st-text-color",
+        )

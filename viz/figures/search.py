@@ -79,7 +79,7 @@ def plot_search(info: SearchInfo, text: Text, picked: str | None = None) -> go.F
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
         margin={"l": 84, "t": 40, "b": 60},
         hovermode="closest",
-        hoverlabel={"align": "left", "font": {"size": theme.FONT_SIZE - 2}},
+        hoverlabel=theme.HOVER_LINES,
         xaxis=grid | {"range": [0, right], "title": {"text": text("figure.search.memory")}} | _ticks(right, show_bytes),
         yaxis=grid
         | {"range": [0.9 * min(times), 1.06 * max(times)], "title": {"text": text("figure.search.time")}}

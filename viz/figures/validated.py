@@ -22,7 +22,6 @@ BAND = 0.1  # of a measurement, to both sides: within it lies what is predicted 
 ROOM = 1.25  # beyond the least and the most
 HEIGHT, LINE_HEIGHT = 580, 26
 CLEAR = "rgba(0,0,0,0)"
-HOVER = {"align": "left", "font": {"size": theme.FONT_SIZE - 2}}
 FAR = 0.6  # errors beyond it stand at the edge
 
 
@@ -132,7 +131,7 @@ def plot_validated(info: ValidatedInfo, text: Text) -> go.Figure:
         showlegend=True,
         margin={"l": 92, "t": 16, "b": 64},
         hovermode="closest",
-        hoverlabel=HOVER,
+        hoverlabel=theme.HOVER_LINES,
         xaxis=axis | {"title": {"text": text(f"figure.validated.{info.quantity}.measured"), "standoff": 12}},
         yaxis=axis | {"title": {"text": text(f"figure.validated.{info.quantity}.predicted"), "standoff": 12}},
     )
@@ -166,7 +165,7 @@ def plot_set_errors(found: Sequence[SetError], text: Text) -> go.Figure:
         barmode="overlay",
         margin={"l": 190, "t": 16, "b": 40},
         hovermode="closest",
-        hoverlabel=HOVER,
+        hoverlabel=theme.HOVER_LINES,
         xaxis={
             "ticksuffix": " %", "nticks": 9, "showgrid": True, "gridcolor": theme.LINE, "griddash": "dot",
             "zeroline": True, "zerolinecolor": theme.INK, "zerolinewidth": 1,

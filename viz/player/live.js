@@ -36,6 +36,7 @@ function show(root, { state, count, done, ranks, more, losses, steps }) {
   const fill = (element, count) => { while (element.childElementCount < count) element.append(document.createElement("span"), " "); return [...element.children]; };
   badge(part("state").firstElementChild, state);
   write(part("count"), count);
+  bar.ariaLabel = state[1];
   bar.setAttribute("aria-valuenow", percent);
   bar.firstElementChild.style.width = `${percent}%`;
   fill(part("ranks"), ranks.length).forEach((element, i) => badge(element, ranks[i]));
