@@ -221,6 +221,8 @@ def _show_found(looking: Looking, lab: st.Page, language: str, text: Catalogue) 
     rows = found["best"]
     if not rows:
         nothing = text("search.nothing", capacity=show_bytes(found["capacity"] or 0))
+        if found["smallest"] is not None:
+            nothing += " " + text("search.nothing.smallest", size=show_bytes(found["smallest"]))
         st.warning(nothing if found["too_large"] else text("search.none"), icon=":material/memory:")
         _show_refusals(looking, text)
         return
