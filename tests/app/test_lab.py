@@ -187,6 +187,20 @@ def test_what_another_mode_does_not_know_comes_back_with_the_mode_that_does(lab:
     assert query(app) == {"mode": "pipeline", "devices": "4", "schedule": "gpipe"}
 
 
+def test_a_mesh_of_two_axes_begins_with_devices_for_both_and_gives_back_those_that_were_chosen(lab: Lab):
+    """On two devices a hybrid would be FSDP, and look like it."""
+    app = lab("devices=3&global-batch=48")
+    for mode, devices in {"hsdp": "4", "single": "1", "hybrid": "4", "fsdp": "3"}.items():
+        app.radio(key="set-mode").set_value(mode).run()
+        assert not app.error
+        assert query(app) == {"mode": mode, "devices": devices, "global-batch": "48"}
+    app.number_input(key="set-devices").set_value(8).run()
+    for mode in ("hsdp", "ddp"):  # as many as there are, where that is enough
+        app.radio(key="set-mode").set_value(mode).run()
+        assert query(app)["devices"] == "8"
+    assert query(lab("mode=hsdp")) == {"mode": "hsdp"}  # a link means what it says, two devices
+
+
 def test_a_mode_that_does_not_take_the_model_brings_one_that_it_takes(lab: Lab):
     app = lab("model=mlp&hidden=64")
     for mode, model in {"context": "gpt", "expert": "moe", "sequence": "gpt", "ddp": "mlp"}.items():
@@ -338,7 +352,7 @@ def test_an_error_is_told_in_the_chosen_language(lab: Lab):
 def test_a_model_that_does_not_fit_is_an_answer_with_what_would_and_no_error(lab, language, told):
     app = lab(f"mode=ddp&model=llama3_8b&devices=8&machine=h100&global-batch=8&lang={language}")
     (box,) = [info.value for info in app.info if told in info.value]
-    assert "85.9 GB" in box
+    assert "83.6 GB" in box
     assert not app.error
     assert not app.exception
     offered = [button for button in app.button if (button.key or "").startswith("fit-")]

@@ -23,6 +23,9 @@ from viz import locales
 
 FIELDS = {f.name: f for f in dataclasses.fields(Spec)}
 DEFAULT_SCHEDULE = MODE_SETTINGS["pipeline"]["schedule"]
+# Of modes that are nothing on some numbers of devices. On fewer than four one of two axes would have one coordinate.
+OWN_DEVICES = {"single": "1", "hsdp": "4", "hybrid": "4"}
+TOO_FEW = ("1", "2", "3")
 FIXED_STAGES = {name for name, shape in schedules.TABLE.items() if shape.stages_per_rank}  # the schedule says how many
 
 
@@ -86,18 +89,25 @@ class Asked:
             self.aside.pop("model", None)
         elif changed == "mode":
             self._sort_out_model()
-        single = self.mode == "single"
-        if single and self.value("devices") != "1":
-            self.aside["devices"] = self.settings.get("devices", write(FIELDS["devices"].default))
-            self.settings["devices"] = "1"
-        elif not single and changed == "mode" and self.value("devices") == "1" and "devices" in self.aside:
-            self.set("devices", self.aside.pop("devices"))
+        if changed == "mode":
+            self._sort_out_devices()
         for name in FIELDS:
             key = param(name)
             if key in self.settings and not self._fits(name, self.settings[key]):
                 self.aside[key] = self.settings.pop(key)
             elif key in self.aside and name not in ("devices", "model") and self._fits(name, self.aside[key]):
                 self.settings[key] = self.aside.pop(key)
+
+    def _sort_out_devices(self) -> None:
+        """Where a mode is nothing on as many devices as were chosen, it has its own number; those come back later."""
+        default = write(FIELDS["devices"].default)
+        now, own = self.settings.get("devices", default), OWN_DEVICES.get(self.mode)
+        chosen = self.aside.pop("devices", now) if now in OWN_DEVICES.values() else now
+        if own is not None and (self.mode == "single" or chosen in TOO_FEW):
+            if chosen != own:
+                self.aside["devices"] = chosen
+            chosen = own
+        self.set("devices", chosen)
 
     def _sort_out_model(self) -> None:
         """Where a mode does not take the model that was chosen, its own is meant; the chosen one comes back later."""
