@@ -78,10 +78,19 @@ class Case:
         return not self.experts
 
 
+OF_DEVICE = "device"  # memory as nvidia-smi has it, of everything
+
+
 class Predicted(NamedTuple):
     seconds: float  # of a step
-    memory: float  # bytes of the fullest rank
+    memory: float  # bytes of the fullest rank that PyTorch has allocated
+    room: float = 0.0  # bytes of a device that it can have
+    beside: float = 0.0  # bytes of a device that CUDA and NCCL hold
     inferred: tuple[str, ...] = ()
+
+    def held(self, kind: str | None) -> float:
+        """Bytes as they are measured by this kind: of the whole device with what CUDA and NCCL hold."""
+        return self.memory + (self.beside if kind == OF_DEVICE else 0.0)
 
 
 def case_of(row: Row) -> Case:

@@ -35,6 +35,11 @@ class Compared:
         return self.case.row
 
     @property
+    def held(self) -> float:
+        """Bytes, predicted as they were measured."""
+        return self.predicted.held(self.memory.kind if self.memory else None)
+
+    @property
     def part(self) -> tuple[str, str]:
         """What the one-constant model has a constant of its own for, within a set."""
         experts = "" if self.case.dense else ", with experts"

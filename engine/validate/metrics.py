@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from engine.validate import flops
-from engine.validate.case import Case
+from engine.validate.case import OF_DEVICE, Case
 from engine.validate.rows import Metric, Row, Unusable
 
 TIMES = ("iteration_time", "step_time")
@@ -105,7 +105,7 @@ def peak_memory(row: Row) -> Measured | None:
         unit = next((unit for unit in MEMORY_UNITS if metric.unit.startswith(unit)), None)
         if unit is None:
             raise Unusable("a metric's unit is not known", f"{name} in {metric.unit or 'none'}")
-        kind = "device" if "nvidia_smi" in name else "allocated" if "allocated" in name else ""
+        kind = OF_DEVICE if "nvidia_smi" in name else "allocated" if "allocated" in name else ""
         kind = kind or ("reserved" if "torchtitan" in row.group or "torchtitan" in row.source else "allocated")
         return Measured(_positive(metric) * MEMORY_UNITS[unit], name, kind=kind)
     return None

@@ -170,10 +170,10 @@ def _memory(used: Sequence[Compared]) -> dict[str, Any] | None:
         rows = [each for each in used if each.memory and each.memory.kind == kind]
         measured = [each.memory.value for each in rows]
         floor = statistics.errors(statistics.constant(measured), measured)
-        kinds[kind] = _beside_floor(statistics.errors([each.predicted.memory for each in rows], measured), floor)
+        kinds[kind] = _beside_floor(statistics.errors([each.held for each in rows], measured), floor)
     known = [each for each in used if each.out_of_memory and each.case.memory_size]
     if known:
-        seen = sum(each.predicted.memory > each.case.memory_size for each in known)
+        seen = sum(each.predicted.memory > each.predicted.room for each in known)
         kinds["out_of_memory"] = {"rows": len(known), "predicted": seen}
     return kinds or None
 
@@ -200,7 +200,7 @@ def lines(used: Sequence[Compared], floors: dict[str, float]) -> list[dict[str, 
             "from": each.time.how if each.time else None,
             "measured_memory": each.memory.value if each.memory else None,
             "memory_kind": each.memory.kind if each.memory else None,
-            "predicted_memory": each.predicted.memory,
+            "predicted_memory": each.held,
             "inferred": list(each.inferred),
         }
         for each in used

@@ -12,10 +12,21 @@ from dataclasses import replace
 from typing import Any
 
 from engine.asking.rules import SpecError
-from engine.cost.catalogue import DEVICES, MACHINES, MEMORY_REACHED, PCIE, SUSTAINED, TERA, network
+from engine.cost.catalogue import (
+    DEVICES,
+    GIBI,
+    GIGA,
+    MACHINES,
+    MEMORY_REACHED,
+    PCIE,
+    SUSTAINED,
+    TERA,
+    network,
+)  # fmt: skip
 from engine.cost.hardware import EVERYBODY, Machine
 from engine.graph.matching import PlanError
 from engine.predict import predict
+from engine.search.fits import room_of
 from engine.spec import Spec
 from engine.validate.case import Case, Predicted, whole
 from engine.validate.recipes import recipe_of
@@ -24,6 +35,7 @@ from engine.validate.stacks import FIRST, LATEST, SCORES, SECOND, TODAY, stack_o
 from engine.validate.userbuffers import beside_products
 
 GIGABIT = 1e9 / 8
+CUDA_HAS = 0.99  # of a device's memory; the GB of its name are 2^30 bytes (engine/cost/catalogue.py: cuda)
 LINK_REACHED = 0.8  # of NVLink's rate, what NCCL counts on (graph/topo.h): 20 of 25 GB/s for a link
 # Watts of data sheets. Below its limit a device's clock goes with the cube root of its power: that goes with the clock
 # and the square of the voltage, which rises with the clock (Chandrakasan et al. 1992, doi 10.1109/4.126534). Rates of
@@ -74,20 +86,22 @@ def predicted(case: Case) -> Predicted:
     """Raises Unusable where Lockstep cannot plan the row, with the rule in words."""
     spec, inferred = spec_of(case)
     try:
-        seconds, memory = _predict(spec, machine_of(case))
+        found = _predict(spec, machine_of(case))
     except PlanError as error:
         raise Unusable("Lockstep cannot simulate it", str(error).partition("\n")[0]) from None
     except SpecError as error:
         raise Unusable(f"Lockstep cannot plan it: {error.code.replace('_', ' ')}", str(error)) from None
-    if not math.isfinite(seconds) or seconds <= 0:
-        raise Unusable("the prediction is not a time", str(seconds))
-    return Predicted(seconds, memory, inferred)
+    if not math.isfinite(found.seconds) or found.seconds <= 0:
+        raise Unusable("the prediction is not a time", str(found.seconds))
+    return found._replace(inferred=inferred)
 
 
 @functools.lru_cache(maxsize=4096)  # rows that differ only in what was measured
-def _predict(spec: Spec, machine: Machine) -> tuple[float, float]:
+def _predict(spec: Spec, machine: Machine) -> Predicted:
     prediction = predict(spec, on=machine)
-    return prediction.period, float(max(prediction.simulation.peak_memory))
+    room = float(room_of(prediction.job, machine))
+    peak = float(max(prediction.simulation.peak_memory))
+    return Predicted(prediction.period, peak, room, machine.memory_size - room)
 
 
 def spec_of(case: Case) -> tuple[Spec, tuple[str, ...]]:
@@ -292,7 +306,7 @@ def machine_with(
     if link_rate:
         changes["link_rate"] = LINK_REACHED * link_rate
     if memory_size:
-        changes["memory_size"] = int(memory_size)
+        changes["memory_size"] = round(CUDA_HAS * memory_size / GIGA * GIBI)
     if memory_rate:
         changes["memory_rate"] = MEMORY_REACHED * memory_rate
     if measured := AT_LIMIT.get((device, power)):

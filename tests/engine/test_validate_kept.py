@@ -70,10 +70,10 @@ def now_and_then(found: kept.Kept) -> dict[str, tuple]:
     rows = {row.id: row for row in found.rows}
     return {
         name: (
-            (kept.rounded(seconds), kept.rounded(memory)),
+            (kept.rounded(now.seconds), kept.rounded(now.held(rows[name].memory_kind))),
             (rows[name].predicted_seconds, rows[name].predicted_memory),
         )
-        for name, (seconds, memory, _) in again(found.sample)
+        for name, now in again(found.sample)
     }
 
 

@@ -1,11 +1,13 @@
 """Units, conventions and statistics of published measurements, beside closed forms and numbers worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from engine.validate import families, flops, statistics
 from engine.validate.case import Predicted
 from engine.validate.compared import Compared, compare
-from engine.validate.metrics import peak_memory, step_seconds
+from engine.validate.metrics import Measured, peak_memory, step_seconds
 from engine.validate.residuals import explain
 from engine.validate.rows import Unusable, parse
 from tests.engine.test_validate_reading import case, entry, row_of
@@ -164,3 +166,9 @@ def test_a_row_is_used_or_refused_and_never_lost():
     used, calls, refused = compare(parse({"entries": entries}, "here").rows, lambda case: Predicted(1.0, 1.0))
     assert [each.row.id for each in used] == ["a"] and [row.id for row, _ in refused] == ["b", "c"]
     assert calls == []
+
+
+@pytest.mark.parametrize(("kind", "held"), [("allocated", 10e9), ("reserved", 10e9), ("device", 13e9)])
+def test_what_a_whole_device_held_is_held_to_more_than_what_pytorch_allocates(kind, held):
+    memory, predicted = Measured(12e9, "peak", (), kind), Predicted(1.0, 10e9, room=77e9, beside=3e9)
+    assert replace(compared(1.0, 1.0), memory=memory, predicted=predicted).held == held
