@@ -16,6 +16,7 @@ import gc
 import heapq
 import itertools
 import math
+import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -75,6 +76,30 @@ class Bunch(NamedTuple):
         return max(1, len(self.pieces)) * max(1, self.orders) * (1 + len(self.more))
 
 
+class Seldom:
+    """While any search goes on, in whichever thread, Python looks for garbage seldom: nearly all that is made is kept,
+    and a look after every few hundred objects would take a fifth of the time."""
+
+    def __init__(self):
+        self._lock, self._inside, self._before = threading.Lock(), 0, gc.get_threshold()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = gc.get_threshold()
+                gc.set_threshold(OBJECTS)
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                gc.set_threshold(*self._before)
+
+
+_SELDOM = Seldom()
+
+
 @dataclass
 class Search:
     """`held`: settings that are given; the others of `space.SEARCHED` are searched. `on`: a machine other than the one
@@ -124,14 +149,9 @@ class Search:
         return self._predictions.get(layout.spec) or predict(layout.spec, on=self.on)
 
     def steps(self) -> Iterator[None]:
-        """Looks at all of them, and lets its caller have a turn now and then, who may leave. Nearly all that it makes
-        is kept, so that a look for garbage after every few hundred objects would take a fifth of the time."""
-        before = gc.get_threshold()
-        gc.set_threshold(OBJECTS)
-        try:
+        """Looks at all of them, and lets its caller have a turn now and then, who may leave."""
+        with _SELDOM:
             yield from self._steps()
-        finally:
-            gc.set_threshold(*before)
 
     def _steps(self) -> Iterator[None]:
         queue: list[Bunch] = []

@@ -3,6 +3,7 @@ said of an answer that can be worked out by hand."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import math
@@ -408,3 +409,16 @@ def test_a_ring_is_bounded_by_its_slowest_link_whichever_rank_it_leaves(devices)
     job = prepare(Spec(mode="hybrid", model="llama3_8b", devices=devices, cp=devices, global_batch=4, **given))
     bound, step = Bounds().of(job, Way.of(job)).seconds, predict(job.spec).step_time
     assert 0.95 < bound / step <= 1
+
+
+def test_after_searches_beside_each_other_garbage_is_looked_for_as_before():
+    """Visitors search at once, and some leave: the last one out puts it back."""
+    before, seldom = gc.get_threshold(), []
+    first, second = (Search(SMALL, GIVEN).steps() for _ in range(2))
+    for turn in (first, second):
+        next(turn)
+        seldom.append(gc.get_threshold())
+    first.close()
+    seldom.append(gc.get_threshold())
+    second.close()
+    assert seldom[0] == seldom[1] == seldom[2] != before == gc.get_threshold()
